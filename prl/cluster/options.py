@@ -1,0 +1,28 @@
+"""Options of where a run runs: nodes, devices, and what Slurm is asked for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    nodes: Annotated[int | None, "nodes in all; null: this machine, without Slurm"] = None
+    train_nodes: Annotated[int, "nodes of the component that trains; the others sample"] = 1
+    train_devices: Annotated[
+        int | None, "with one node: accelerators (without any: processes) that train; null: what tensor parallelism needs"
+    ] = None
+    gpus_per_node: Annotated[int, "accelerators a node; 0: train and sample on CPUs (gloo)"] = 0
+    replicas_per_node: Annotated[int | None, "samplers a node; null: as many as the devices allow, 1 on CPUs"] = None
+    cpus_per_node: Annotated[int | None, "CPUs asked of Slurm a node; null: the partition's default"] = None
+    memory_per_node_gib: Annotated[float | None, "memory asked of Slurm a node, in GiB; null: the partition's default"] = None
+    time_min: Annotated[int, "time limit of the job, in minutes"] = 60
+    partition: Annotated[str | None, "Slurm partition"] = None
+    account: Annotated[str | None, "Slurm account"] = None
+    qos: Annotated[str | None, "Slurm quality of service"] = None
+    sbatch: Annotated[
+        Mapping[str, str | int | float | bool],
+        "further sbatch options of both components by their long names, e.g. {constraint: h100, exclude: n3}",
+    ] = field(default_factory=dict)
+    setup: Annotated[tuple[str, ...], "shell lines run in the batch script before the job starts, e.g. module load"] = ()
+    interface: Annotated[str | None, "network interface of collectives, e.g. ib0; null: the one of the node's own name"] = None

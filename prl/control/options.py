@@ -1,0 +1,13 @@
+"""Options of the control plane: how often processes report and how long anyone waits."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions:
+    heartbeat_s: Annotated[float, "seconds between two heartbeats of a process"] = 1.0
+    lost_after_s: Annotated[float, "a process that was silent for so many seconds counts as lost"] = 30.0
+    start_s: Annotated[float, "seconds that every process has to start and join"] = 300.0
+    wait_s: Annotated[float, "deadline of a wait for work (a batch, a version, a lease), in seconds"] = 600.0
+    stop_s: Annotated[float, "seconds that processes have to end by themselves at the end of a run"] = 60.0

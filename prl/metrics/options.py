@@ -1,0 +1,10 @@
+"""Options of the metrics."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsOptions:
+    tensorboard: Annotated[bool, "write TensorBoard scalars beside the JSONL files"] = True
+    flush_s: Annotated[float, "seconds between two flushes of a process's JSONL file"] = 1.0

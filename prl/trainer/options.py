@@ -1,0 +1,49 @@
+"""Options of the model and of its training."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    path: Annotated[str, "Hugging Face folder with config, tokenizer and (unless init is random) weights"] = ""
+    init: Annotated[Literal["pretrained", "random"], "pretrained: weights of `path`; random: drawn from run.seed"] = "pretrained"
+    architecture: Annotated[
+        Literal["qwen2", "qwen3", "llama"] | None,
+        "with init: random and no path, submission writes a model folder of this architecture and the sizes below",
+    ] = None
+    tokenizer: Annotated[Literal["digits", "bytes"], "tokenizer written beside such a model"] = "digits"
+    hidden_size: Annotated[int, "width of such a model"] = 64
+    layers: Annotated[int, "layers of such a model"] = 2
+    heads: Annotated[int, "query heads of such a model"] = 2
+    kv_heads: Annotated[int, "key and value heads of such a model"] = 1
+    head_dim: Annotated[int, "width of a head of such a model"] = 32
+    ffn_size: Annotated[int, "width of the feed-forward layer of such a model"] = 256
+    tied: Annotated[bool, "such a model's output layer is its embedding"] = True
+    max_positions: Annotated[int, "longest sequence of such a model, in tokens"] = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    tensor_parallel: Annotated[int, "tensor-parallel ranks of the trainer"] = 1
+    sequence_parallel: Annotated[bool, "split norms and activations along the sequence over the tensor-parallel ranks"] = False
+    dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the trained parameters (the optimizer's are float32)"] = "float32"
+    threads: Annotated[int, "CPU threads of a trainer rank"] = 1
+    learning_rate: Annotated[float, "AdamW's learning rate after the warm-up"] = 1e-6
+    warmup_steps: Annotated[int, "steps over which the learning rate rises linearly"] = 0
+    beta1: Annotated[float, "AdamW's first decay"] = 0.9
+    beta2: Annotated[float, "AdamW's second decay"] = 0.95
+    epsilon: Annotated[float, "AdamW's epsilon"] = 1e-8
+    weight_decay: Annotated[float, "AdamW's weight decay"] = 0.0
+    clip_grad: Annotated[float, "largest global gradient norm; 0: no clipping"] = 1.0
+    loss: Annotated[
+        Literal["ppo", "reinforce"],
+        "ppo: clipped ratio; reinforce: truncated importance weights on REINFORCE",
+    ] = "ppo"
+    clip_low: Annotated[float, "ppo: lower clip distance of the ratio from 1"] = 0.2
+    clip_high: Annotated[float, "ppo: upper clip distance of the ratio from 1"] = 0.2
+    truncate: Annotated[float, "largest importance weight (reinforce)"] = 5.0
+    entropy_coefficient: Annotated[float, "weight of the entropy bonus"] = 0.0
+    kl_coefficient: Annotated[float, "weight of the k3 divergence from the reference model (needs preprocess.reference)"] = 0.0
+    checkpoint_every_steps: Annotated[int, "steps between two checkpoints; 0: only the one at the end"] = 0
+    recompute: Annotated[bool, "recompute activations in the backward pass instead of keeping them"] = False

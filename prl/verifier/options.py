@@ -1,0 +1,10 @@
+"""Options of the verifier service."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierOptions:
+    processes: Annotated[int, "worker processes of the pool"] = 2
+    check_s: Annotated[float, "deadline of one check, in seconds; a worker that overruns it is killed and replaced"] = 5.0
