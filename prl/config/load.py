@@ -1,0 +1,151 @@
+"""From YAML and `key=value` overrides to a Config whose every key and type was checked."""
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from prl.config.schema import Config
+
+
+class ConfigError(Exception):
+    """What is wrong with a configuration, where, and what to do; one line a problem."""
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply overrides of the form `train.learning_rate=1e-5`, and check every key and type. Raises
+    ConfigError naming the file, the key and the nearest known key."""
+    path = Path(path)
+    try:
+        tree = OmegaConf.load(path)
+        for override in overrides:
+            key, equals, _ = override.partition("=")
+            if not equals or not key:
+                raise ConfigError(f"override {override!r}: write key=value, e.g. run.steps=10")
+        tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
+        plain = OmegaConf.to_container(tree, resolve=True)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; the configs that come with prl are in configs/") from None
+    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path}: expected sections such as run: and model:, found {_kind(plain)}")
+    problems: list[str] = []
+    config = _build(Config, plain, "", problems)
+    if problems:
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    assert isinstance(config, Config)
+    return config
+
+
+def dump(config: Config) -> str:
+    """YAML of every key, defaults included; `load` gives the same Config back."""
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
+
+
+def replace(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """A Config with some keys of some sections changed: replace(config, run={"folder": "runs/a"})."""
+    changed = {name: dataclasses.replace(getattr(config, name), **keys) for name, keys in sections.items()}
+    return dataclasses.replace(config, **changed)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _build(cls: type, values: Mapping[Any, Any], where: str, problems: list[str]) -> Any:
+    """An instance of the options class `cls`; problems found on the way are appended, and None stands for a broken one."""
+    hints = get_type_hints(cls)
+    before = len(problems)
+    arguments = {}
+    for key, value in values.items():
+        name = f"{where}{key}"
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"did you mean {where}{near[0]}?" if near else f"known keys here: {', '.join(hints)}"
+            problems.append(f"unknown key {name}; {hint}")
+            continue
+        arguments[key] = _convert(hints[key], value, name, problems)
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in values:
+            problems.append(f"{where}{field.name} is missing")
+    return cls(**arguments) if len(problems) == before else None
+
+
+def _convert(kind: Any, value: Any, name: str, problems: list[str]) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _convert(arguments[0], value, name, problems)
+    if origin in (Union, types.UnionType):
+        return _convert_union(arguments, value, name, problems)
+    if origin is Literal:
+        if value not in arguments:
+            problems.append(f"{name}: expected one of {', '.join(map(str, arguments))}; found {value!r}")
+        return value
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if isinstance(value, Mapping):
+            return _build(kind, value, f"{name}.", problems)
+        problems.append(f"{name}: expected keys and values, found {_kind(value)}")
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_convert(arguments[0], item, f"{name}[{i}]", problems) for i, item in enumerate(value))
+        problems.append(f"{name}: expected a list, found {_kind(value)}")
+    elif isinstance(origin, type) and issubclass(origin, Mapping):
+        if isinstance(value, Mapping):
+            return {str(key): _convert(arguments[1], item, f"{name}.{key}", problems) for key, item in value.items()}
+        problems.append(f"{name}: expected keys and values, found {_kind(value)}")
+    elif kind is Any:
+        return value
+    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(kind, type) and isinstance(value, kind) and not (kind is not bool and isinstance(value, bool)):
+        return value
+    else:
+        problems.append(f"{name}: expected {_type_name(kind)}, found {_kind(value)} {value!r}")
+    return None
+
+
+def _convert_union(kinds: Sequence[Any], value: Any, name: str, problems: list[str]) -> Any:
+    if value is None and types.NoneType in kinds:
+        return None
+    exact = next((kind for kind in kinds if type(value) is kind), None)
+    candidates = [exact] if exact else [kind for kind in kinds if kind is not types.NoneType]
+    for kind in candidates:
+        trial: list[str] = []
+        converted = _convert(kind, value, name, trial)
+        if not trial:
+            return converted
+    if len(candidates) == 1:
+        problems.extend(trial)
+    else:
+        expected = " or ".join(_type_name(kind) for kind in kinds)
+        problems.append(f"{name}: expected {expected}, found {_kind(value)} {value!r}")
+    return None
+
+
+_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
+
+
+def _type_name(kind: Any) -> str:
+    return _NAMES.get(kind, str(kind))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "keys and values"
+    if isinstance(value, list):
+        return "a list"
+    return _NAMES.get(type(value), type(value).__name__)

@@ -1,0 +1,103 @@
+"""What every child process of a node agent starts from, and how its failure reaches the orchestrator."""
+
+import asyncio
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from prl.config.load import load
+from prl.config.schema import Config
+from prl.control.client import ControlClient, ControlError
+from prl.control.threaded import ThreadedClient
+from prl.control.token import read_token
+from prl.runfolder.paths import RunFolder
+
+
+@dataclass(frozen=True)
+class Child:
+    """A child's place in the run, from the environment its node agent gave it."""
+
+    config: Config
+    run: RunFolder
+    attempt: int
+    role: str
+    index: int
+    host: str  # address of this node that others reach it by
+    port: int | None  # port to serve on, for roles that serve
+    token: str
+    control_url: str
+
+
+def child_from_environment() -> Child:
+    try:
+        run = RunFolder(os.environ["PRL_RUN"])
+        port = os.environ.get("PRL_PORT")
+        return Child(
+            config=load(run.config),
+            run=run,
+            attempt=int(os.environ["PRL_ATTEMPT"]),
+            role=os.environ["PRL_ROLE"],
+            index=int(os.environ["PRL_INDEX"]),
+            host=os.environ["PRL_HOST"],
+            port=None if port is None else int(port),
+            token=read_token(run.token),
+            control_url=os.environ["PRL_CONTROL_URL"],
+        )
+    except KeyError as error:
+        raise SystemExit(f"{error.args[0]} is not set: this program is started by prl's node agent (see prl-submit)") from None
+
+
+def run_child(main: Callable[[Child, ControlClient], Awaitable[None]]) -> NoReturn:
+    """Run an asynchronous role to its end. Its exception goes to the orchestrator as the cause and ends the process with 1."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's: it ends the children in order
+    child = child_from_environment()
+
+    async def guarded() -> int:
+        client = ControlClient(child.control_url, child.token, child.role, child.index, child.config.control)
+        async with client:
+            try:
+                await main(child, client)
+                if client.lost is not None:
+                    raise client.lost
+                return 0
+            except Exception as error:
+                traceback.print_exc()
+                await _report(client, error)
+                return 1
+
+    sys.exit(asyncio.run(guarded()))
+
+
+def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoReturn:
+    """The same for a synchronous role."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = child_from_environment()
+    code = 0
+    with ThreadedClient(child.control_url, child.token, child.role, child.index, child.config.control) as client:
+        try:
+            main(child, client)
+            if client.lost is not None:
+                raise client.lost
+        except Exception as error:
+            traceback.print_exc()
+            code = 1
+            try:
+                client.call("fail", _failure(error), deadline_s=5.0, reason="reporting a failure")
+            except ControlError as unreachable:
+                print(f"could not report the failure: {unreachable}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _failure(error: Exception) -> dict[str, str]:
+    return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+
+async def _report(client: ControlClient, error: Exception) -> None:
+    try:
+        await client.call("fail", _failure(error), deadline_s=5.0, reason="reporting a failure")
+    except ControlError as unreachable:
+        print(f"could not report the failure: {unreachable}", file=sys.stderr)

@@ -1,0 +1,119 @@
+"""Every path of a run, in one place."""
+
+import os
+import re
+from pathlib import Path
+
+_STEP_FOLDER = re.compile(r"step_(\d{6,})")
+
+
+class RunFolder:
+    """The folder of one run. Nothing here touches the disk but `create`, `attempts` and `manifests`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def model(self) -> Path:
+        """Config and tokenizer (and weights, where the model is pretrained) in Hugging Face's form."""
+        return self.path / "model"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "streams" / "rollouts"
+
+    @property
+    def steps(self) -> Path:
+        return self.path / "streams" / "steps"
+
+    @property
+    def ledgers(self) -> Path:
+        return self.path / "streams" / "ledger"
+
+    def ledger(self, attempt: int) -> Path:
+        return self.ledgers / f"attempt_{attempt:03d}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+    @property
+    def export(self) -> Path:
+        """The trained model at the end, in Hugging Face's form."""
+        return self.path / "export"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def token(self) -> Path:
+        return self.control / "token"
+
+    @property
+    def stop(self) -> Path:
+        """A file of this name asks the run to end after the step in hand."""
+        return self.control / "STOP"
+
+    @property
+    def latest(self) -> Path:
+        return self.path / "latest"
+
+    def attempt(self, number: int) -> Path:
+        return self.path / f"attempt_{number:03d}"
+
+    def plan(self, number: int) -> Path:
+        return self.attempt(number) / "plan.json"
+
+    def logs(self, number: int) -> Path:
+        return self.attempt(number) / "logs"
+
+    def exit(self, number: int) -> Path:
+        return self.attempt(number) / "exit.json"
+
+    def orchestrator_url(self, number: int) -> Path:
+        """Where the attempt's control plane listens; written by rank 0, read by the other nodes' agents."""
+        return self.attempt(number) / "control.json"
+
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts that exist, rising."""
+        names = [p.name for p in self.path.glob("attempt_*")]
+        return sorted(int(n.removeprefix("attempt_")) for n in names if n.removeprefix("attempt_").isdigit())
+
+    def manifests(self) -> list[tuple[int, Path]]:
+        """(step, manifest.json) of every finished checkpoint, rising. A checkpoint without a manifest does not exist."""
+        found = []
+        for path in self.checkpoints.glob("step_*/manifest.json"):
+            match = _STEP_FOLDER.fullmatch(path.parent.name)
+            if match:
+                found.append((int(match.group(1)), path))
+        return sorted(found)
+
+    def create(self) -> None:
+        """Make the folder (for its owner alone) and what every run has in it."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.chmod(0o700)
+        for folder in (self.rollouts, self.steps, self.ledgers, self.checkpoints, self.metrics, self.control):
+            folder.mkdir(parents=True, exist_ok=True)
