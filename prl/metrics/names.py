@@ -1,0 +1,80 @@
+"""Kinds of events, and the names of values that `prl-report`, the progress line and the benchmarks read.
+
+Writers may write any other slash-grouped name; it lands in TensorBoard and is otherwise left alone.
+
+kind        written by                    step  values                          labels
+step        orchestrator, once a step     k     train/*, data/*, weights/*
+evaluation  orchestrator, one a version   v     eval/*
+phase       orchestrator, at start-up     -     -                               name: what begins at the event's time
+usage       every process, at its end     -     usage/*
+scalars     anyone, at any time           any   anything
+
+train/ (the trainer)
+    loss                       mean over trained tokens
+    grad_norm                  before clipping
+    entropy                    mean over trained tokens, in nats
+    ess                        effective sample size of the raw importance ratios, as a share of the samples: 0 to 1
+    lag_mean, lag_max          over trained tokens, in optimizer steps
+    lag_<n>                    trained tokens of lag n (optional; makes the report's histogram)
+    tokens                     trained tokens, all ranks
+    step_s                     from one step's end to the next one's
+    wait_s, send_s             of it: waiting for a step file; gathering and sending weights
+data/ (the preprocessor)
+    reward_mean, reward_std    of the trained rollouts
+    rollouts                   trained rollouts
+    output_tokens_mean         tokens of an answer
+    cut_share                  rollouts that ended at the token limit: 0 to 1
+    mixed_version_share        rollouts sampled by more than one version: 0 to 1
+weights/ (orchestrator and samplers)
+    pause_s                    longest time for which a sampler stood still for this version
+    receive_s                  longest time from the armed receiver to the verified version
+    gap_s                      longest time between two tokens of one sequence around the update
+    bytes                      bytes sent
+eval/ (actors)
+    reward_mean, reward_std    over the held-out problems
+    problems                   how many
+    output_tokens_mean         tokens of an answer
+usage/ (every process)
+    cpu_s                      processor seconds, of the process and its ended children
+    max_rss_bytes              largest resident memory
+"""
+
+STEP = "step"
+EVALUATION = "evaluation"
+PHASE = "phase"
+USAGE = "usage"
+SCALARS = "scalars"
+
+LOSS = "train/loss"
+GRAD_NORM = "train/grad_norm"
+ENTROPY = "train/entropy"
+ESS = "train/ess"
+LAG_MEAN = "train/lag_mean"
+LAG_MAX = "train/lag_max"
+LAG_COUNT_PREFIX = "train/lag_"  # and a number
+TOKENS = "train/tokens"
+STEP_S = "train/step_s"
+WAIT_S = "train/wait_s"
+SEND_S = "train/send_s"
+
+REWARD_MEAN = "data/reward_mean"
+REWARD_STD = "data/reward_std"
+ROLLOUTS = "data/rollouts"
+OUTPUT_TOKENS_MEAN = "data/output_tokens_mean"
+CUT_SHARE = "data/cut_share"
+MIXED_VERSION_SHARE = "data/mixed_version_share"
+
+PAUSE_S = "weights/pause_s"
+RECEIVE_S = "weights/receive_s"
+GAP_S = "weights/gap_s"
+SENT_BYTES = "weights/bytes"
+
+EVAL_REWARD_MEAN = "eval/reward_mean"
+EVAL_REWARD_STD = "eval/reward_std"
+EVAL_PROBLEMS = "eval/problems"
+
+CPU_S = "usage/cpu_s"
+MAX_RSS_BYTES = "usage/max_rss_bytes"
+
+# Phases that the benchmark measures from and to; others may be written too.
+FIRST_ROLLOUT_REQUEST = "first rollout request"
