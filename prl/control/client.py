@@ -82,7 +82,8 @@ class ControlClient:
             pause_s = min(2 * pause_s, 1.0)
 
     async def _beat(self) -> None:
-        while not self.stopping.is_set():
+        """Heartbeats go on while the process ends its work, until it leaves the client's context."""
+        while True:
             try:
                 await self.call(
                     "heartbeat",
@@ -91,10 +92,8 @@ class ControlClient:
                     reason="heartbeat",
                 )
             except ControlError as error:
-                self.lost = error  # without an orchestrator there is no run
-                self.stopping.set()
+                if not self.stopping.is_set():
+                    self.lost = error  # without an orchestrator there is no run
+                    self.stopping.set()
                 return
-            try:
-                await asyncio.wait_for(self.stopping.wait(), self._options.heartbeat_s)
-            except TimeoutError:
-                continue
+            await asyncio.sleep(self._options.heartbeat_s)

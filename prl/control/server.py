@@ -1,0 +1,143 @@
+"""The orchestrator's end of the control plane: one HTTP server, the run's token before every route, members with progress."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from prl.control.token import is_authorized
+
+Answer = Mapping[str, Any]
+Handler = Callable[["Member", Mapping[str, Any]], Awaitable[Answer]]
+
+MAX_BODY_BYTES = 64 * 2**20
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Member:
+    """A process of the run as the orchestrator knows it."""
+
+    role: str
+    index: int
+    pid: int = 0
+    host: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    joined: bool = False
+    progress: int = 0
+    doing: str = "starting"
+    seen_s: float = 0.0  # clock of the server
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+class ControlServer:
+    """Answers POST /<name> with the handler of that name. `join`, `heartbeat` and `fail` are its own."""
+
+    def __init__(
+        self,
+        token: str,
+        handlers: Mapping[str, Handler],
+        *,
+        on_join: Callable[[Member], None],
+        on_fail: Callable[[Member, str, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.members: dict[tuple[str, int], Member] = {}
+        self.stopping = False  # told to every process with its next heartbeat
+        self._token = token
+        self._handlers = {"join": self._join, "heartbeat": self._heartbeat, "fail": self._fail, **handlers}
+        self._on_join = on_join
+        self._on_fail = on_fail
+        self._clock = clock
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Listen on one address (port 0: a free one) and return the URL."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_route("*", "/{name}", self._serve)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        return f"http://{host}:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def silent(self, after_s: float) -> list[Member]:
+        """Members that joined and were not heard of for so many seconds."""
+        now = self._clock()
+        return [member for member in self.members.values() if member.joined and now - member.seen_s > after_s]
+
+    def of_role(self, role: str) -> list[Member]:
+        """Joined members of a role by their index."""
+        return sorted((m for m in self.members.values() if m.role == role and m.joined), key=lambda m: m.index)
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        if not is_authorized(request.headers.get("Authorization"), self._token):
+            return web.Response(status=401, text="this run's token is missing or wrong")
+        name = request.match_info["name"]
+        handler = self._handlers.get(name)
+        if handler is None:
+            return web.Response(status=404, text=f"no call /{name}; there are: {', '.join(sorted(self._handlers))}")
+        try:
+            body = await request.json()
+            role, index = str(body["role"]), int(body["index"])
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+            return web.Response(status=400, text=f"/{name}: expected a JSON object with role and index: {error!r}")
+        member = self.members.setdefault((role, index), Member(role, index))
+        member.seen_s = self._clock()
+        try:
+            return web.json_response(await handler(member, body))
+        except (KeyError, TypeError, ValueError) as error:
+            log.exception("call /%s of %s", name, member.name)
+            return web.Response(status=400, text=f"/{name} of {member.name}: {error!r}")
+
+    async def _join(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        member.pid, member.host, member.facts = int(body["pid"]), str(body["host"]), dict(body["facts"])
+        member.joined = True
+        self._on_join(member)
+        return {}
+
+    async def _heartbeat(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        member.progress, member.doing = int(body["progress"]), str(body["doing"])
+        return {"stop": self.stopping}
+
+    async def _fail(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        self._on_fail(member, str(body["error"]), str(body.get("traceback", "")))
+        return {}
+
+
+class Bell:
+    """Wakes everyone who waits for something to have changed: `await bell.until(condition, timeout_s)`."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether the condition held before the time was up; it is looked at after every ring."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout_s
+        while not condition():
+            left_s = end - loop.time()
+            if left_s <= 0:
+                return False
+            event = self._event
+            try:
+                await asyncio.wait_for(event.wait(), left_s)
+            except TimeoutError:
+                return condition()
+        return True
