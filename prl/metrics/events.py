@@ -72,12 +72,15 @@ class MetricsWriter:
         step: int | None = None,
         kind: str = "scalars",
         labels: Mapping[str, str] | None = None,
+        time: float | None = None,
     ) -> None:
-        """Adds one event. `step` is the optimizer step that it speaks of, if any; `labels` are words that belong to it."""
+        """Adds one event. `step` is the optimizer step that it speaks of, if any; `labels` are words that belong to it;
+        `time` is when it happened, if that was not now."""
         if self._closed.is_set():
             raise ValueError(f"{self.path}: write after close")
         finite = {name: _finite_or_none(value) for name, value in values.items()}
-        event: dict[str, Any] = {"time": round(self._clock(), 6), **self._fixed, "kind": kind, "step": step, "values": finite}
+        happened = self._clock() if time is None else time
+        event: dict[str, Any] = {"time": round(happened, 6), **self._fixed, "kind": kind, "step": step, "values": finite}
         if labels:
             event["labels"] = dict(labels)
         line = json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n"

@@ -5,8 +5,8 @@ Writers may write any other slash-grouped name; it lands in TensorBoard and is o
 kind        written by                    step  values                          labels
 step        orchestrator, once a step     k     train/*, data/*, weights/*
 evaluation  orchestrator, one a version   v     eval/*
-phase       orchestrator, at start-up     -     -                               name: what begins at the event's time
-usage       every process, at its end     -     usage/*
+phase       orchestrator (and prl-submit) -     -                               name: what begins at the event's time
+usage       node agent, every few seconds -     usage/*, cumulative             role, index: the process spoken of
 scalars     anyone, at any time           any   anything
 
 train/ (the trainer)
@@ -34,9 +34,9 @@ eval/ (actors)
     reward_mean, reward_std    over the held-out problems
     problems                   how many
     output_tokens_mean         tokens of an answer
-usage/ (every process)
-    cpu_s                      processor seconds, of the process and its ended children
-    max_rss_bytes              largest resident memory
+usage/ (see prl.metrics.usage)
+    cpu_s                      processor seconds since its start, of the process and all below it
+    rss_bytes                  resident memory, of the process and all below it (shared pages count in each)
 """
 
 STEP = "step"
@@ -74,7 +74,8 @@ EVAL_REWARD_STD = "eval/reward_std"
 EVAL_PROBLEMS = "eval/problems"
 
 CPU_S = "usage/cpu_s"
-MAX_RSS_BYTES = "usage/max_rss_bytes"
+RSS_BYTES = "usage/rss_bytes"
 
-# Phases that the benchmark measures from and to; others may be written too.
+# Phases that the benchmark measures from; any others may be written too and show up in the report.
+COMMAND = "command"  # prl-submit's own start (its process's creation time)
 FIRST_ROLLOUT_REQUEST = "first rollout request"
