@@ -23,6 +23,7 @@ class ControlClient:
         self.role = role
         self.index = index
         self.stopping = asyncio.Event()
+        self.grace_s = options.stop_s  # what is left to end by oneself once stopping is set
         self.lost: ControlError | None = None  # why the orchestrator counts as gone
         self._options = options
         self._headers = authorization(token)
@@ -70,6 +71,7 @@ class ControlClient:
                     if response.status != 200:
                         raise ControlError(f"orchestrator refused /{name} ({reason}): {response.status} {await response.text()}")
                     answer: dict[str, Any] = await response.json()
+                    self.grace_s = answer.get("grace_s", self.grace_s)
                     if answer.get("stop"):
                         self.stopping.set()
                     return answer

@@ -13,6 +13,7 @@ from aiohttp import web
 from prl.control.token import is_authorized
 
 Answer = Mapping[str, Any]
+RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Handler = Callable[["Member", Mapping[str, Any]], Awaitable[Answer]]
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -51,7 +52,8 @@ class ControlServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.members: dict[tuple[str, int], Member] = {}
-        self.stopping = False  # told to every process with its next heartbeat
+        self.stopping = False  # told to every process with its next heartbeat,
+        self.grace_s = 0.0  # with the time that it has to end by itself
         self._token = token
         self._handlers = {"join": self._join, "heartbeat": self._heartbeat, "fail": self._fail, **handlers}
         self._on_join = on_join
@@ -61,8 +63,8 @@ class ControlServer:
 
     async def start(self, host: str, port: int = 0) -> str:
         """Listen on one address (port 0: a free one) and return the URL."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_route("*", "/{name}", self._serve)
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._authorize])
+        app.router.add_post("/{name}", self._serve)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -82,9 +84,13 @@ class ControlServer:
         """Joined members of a role by their index."""
         return sorted((m for m in self.members.values() if m.role == role and m.joined), key=lambda m: m.index)
 
-    async def _serve(self, request: web.Request) -> web.Response:
+    @web.middleware
+    async def _authorize(self, request: web.Request, handler: RequestHandler) -> web.StreamResponse:
         if not is_authorized(request.headers.get("Authorization"), self._token):
             return web.Response(status=401, text="this run's token is missing or wrong")
+        return await handler(request)
+
+    async def _serve(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         handler = self._handlers.get(name)
         if handler is None:
@@ -110,7 +116,7 @@ class ControlServer:
 
     async def _heartbeat(self, member: Member, body: Mapping[str, Any]) -> Answer:
         member.progress, member.doing = int(body["progress"]), str(body["doing"])
-        return {"stop": self.stopping}
+        return {"stop": self.stopping, "grace_s": self.grace_s}
 
     async def _fail(self, member: Member, body: Mapping[str, Any]) -> Answer:
         self._on_fail(member, str(body["error"]), str(body.get("traceback", "")))

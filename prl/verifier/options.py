@@ -6,5 +6,5 @@ from typing import Annotated
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierOptions:
-    processes: Annotated[int, "worker processes of the pool"] = 2
+    processes: Annotated[int, "worker processes of the pool; 0: no verifier, for domains that judge by themselves"] = 2
     check_s: Annotated[float, "deadline of one check, in seconds; a worker that overruns it is killed and replaced"] = 5.0

@@ -1,0 +1,89 @@
+"""Binding of the plan: which process runs on which of the nodes that the job was given."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prl.cluster.allocation import Allocation
+from prl.cluster.split import Split
+from prl.config.schema import Config
+from prl.orchestrator.children import ChildPlan
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where an attempt goes on from: a finished checkpoint, in a new lineage."""
+
+    step: int
+    lineage: int
+    checkpoint: str | None  # folder; None: from the model's own weights
+
+
+@dataclass(frozen=True)
+class Plan:
+    attempt: int
+    nodes: tuple[Mapping[str, Any], ...]  # name, address and component of each node, in the order of the tasks
+    children: tuple[ChildPlan, ...]
+
+    def on_node(self, node: int) -> list[ChildPlan]:
+        return [child for child in self.children if child.node == node]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bind(config: Config, split: Split, allocation: Allocation, attempt: int, master_port: int, resume: Resume) -> Plan:
+    """Put every process of the run on a node. Trainer ranks follow one another node by node, so that a tensor-parallel group
+    stays within one; actors and verifiers live beside the samplers."""
+    nodes: list[Mapping[str, Any]] = []
+    children: list[ChildPlan] = []
+    sampling: list[int] = []
+    interface = _interface(config, split)
+    rank = replica = 0
+    for component, (part, hosts) in enumerate(zip(split.components, allocation.hosts, strict=True)):
+        if len(hosts) != part.nodes:
+            raise ValueError(f"component {component} ({part.name}) has {len(hosts)} nodes, the plan needs {part.nodes}")
+        for host in hosts:
+            node = len(nodes)
+            nodes.append({"name": host.name, "address": host.address, "component": component})
+            for local in range(part.node.trainer_ranks):
+                environment = {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(split.world_size),
+                    "LOCAL_RANK": str(local),
+                    "LOCAL_WORLD_SIZE": str(part.node.trainer_ranks),
+                    "MASTER_ADDR": allocation.master_address,
+                    "MASTER_PORT": str(master_port),
+                    "PRL_LINEAGE": str(resume.lineage),
+                    **({"PRL_RESUME": resume.checkpoint} if resume.checkpoint else {}),
+                    **interface,
+                    **_devices(part.node.trainer_devices, config.train.threads),
+                }
+                children.append(ChildPlan("trainer", rank, node, part.node.trainer_devices[local : local + 1], environment))
+                rank += 1
+            for devices in part.node.replica_devices:
+                environment = {**interface, **_devices(devices, config.sample.threads)}
+                children.append(ChildPlan("sampler", replica, node, devices, environment, serves=True))
+                replica += 1
+            if part.node.replicas:
+                sampling.append(node)
+    one_thread = _devices((), 1)
+    children.append(ChildPlan("preprocess", 0, 0, (), one_thread))
+    for index in range(config.actor.processes):
+        children.append(ChildPlan("actor", index, sampling[index % len(sampling)], (), one_thread))
+    if config.verifier.processes:
+        children.append(ChildPlan("verifier", 0, sampling[0], (), one_thread, serves=True))
+    return Plan(attempt, tuple(nodes), tuple(children))
+
+
+def _devices(devices: tuple[int, ...], threads: int) -> dict[str, str]:
+    """Trainer ranks see all training devices of their node and choose by LOCAL_RANK; a sampler sees its own alone."""
+    if devices:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
+
+
+def _interface(config: Config, split: Split) -> dict[str, str]:
+    """Collectives stay on one interface; without Slurm that is the loopback."""
+    name = config.cluster.interface or ("lo" if split.kind == "local" else None)
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}

@@ -1,0 +1,100 @@
+"""A node's child processes: started in process groups of their own, ended by group, never by name."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+LOG_TAIL_LINES = 25
+
+
+@dataclass(frozen=True)
+class ChildPlan:
+    """One process of the run: what it is, where it runs, on which devices, with which environment."""
+
+    role: str  # name of its package under prl
+    index: int
+    node: int
+    devices: tuple[int, ...]
+    environment: Mapping[str, str]
+    serves: bool = False  # needs a port
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+@dataclass
+class RunningChild:
+    plan: ChildPlan
+    process: asyncio.subprocess.Process
+    log: Path
+    cpu_s: float = 0.0  # of it and all its descendants, when last looked at
+    rss_bytes: int = 0  # largest seen
+
+    def look(self) -> None:
+        """Refresh what it has used so far; a process that has just ended keeps the last figures."""
+        try:
+            root = psutil.Process(self.process.pid)
+            family = [root, *root.children(recursive=True)]
+            times = [process.cpu_times() for process in family]
+            self.cpu_s = max(self.cpu_s, sum(t.user + t.system for t in times))
+            self.rss_bytes = max(self.rss_bytes, sum(process.memory_info().rss for process in family))
+        except psutil.NoSuchProcess:
+            return
+
+
+async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Path) -> RunningChild:
+    """Start `python -m prl.<role>`; both its outputs go to logs/<role>-<index>.log."""
+    log = logs / f"{plan.role}-{plan.index}.log"
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            f"prl.{plan.role}",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **environment, **plan.environment},
+            start_new_session=True,
+        )
+    return RunningChild(plan, process, log)
+
+
+async def end_child(child: RunningChild, grace_s: float) -> None:
+    """SIGTERM to its process group, SIGKILL after the grace."""
+    _signal_group(child, signal.SIGTERM)
+    try:
+        await asyncio.wait_for(child.process.wait(), grace_s)
+    except TimeoutError:
+        pass
+    _signal_group(child, signal.SIGKILL)  # also what the child left behind in its group
+    await child.process.wait()
+
+
+def _signal_group(child: RunningChild, number: signal.Signals) -> None:
+    try:
+        os.killpg(child.process.pid, number)
+    except ProcessLookupError:
+        return  # the whole group has ended
+
+
+def how_it_ended(child: RunningChild) -> str:
+    """In words, with the end of its log where it gives no other cause."""
+    code = child.process.returncode
+    if code is not None and code < 0:
+        return f"{child.plan.name} was ended by {signal.Signals(-code).name}"
+    return f"{child.plan.name} ended with code {code}"
+
+
+def log_tail(log: Path) -> str:
+    """The last lines of a log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 32768))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-LOG_TAIL_LINES:])
