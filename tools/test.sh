@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# The tests: ruff, mypy and pytest, with a Slurm cluster of several nodes on this machine where its packages can be had.
+#   bash tools/test.sh [pytest's options]           all that is quick (not marked slow)
+#   bash tools/test.sh --all [pytest's options]     and the slow suites, one shard (folder of tests/) after another
+#   bash tools/test.sh --shard NAME [...]           the slow suites of one folder alone
+#   bash tools/test.sh --no-slurm [...]             without the cluster; the tests that need it are skipped
+# Stops at the first step or shard that fails. As root on Debian or Ubuntu it installs Slurm's packages with apt.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+exec </dev/null
+
+all=0 shard='' want_slurm=1
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --all) all=1; shift ;;
+    --shard) shard=${2:?"--shard needs the name of a folder of tests/"}; shift 2 ;;
+    --no-slurm) want_slurm=0; shift ;;
+    *) break ;;
+  esac
+done
+
+say() { echo "test: $*"; }
+die() { echo "test: error: $*" >&2; exit 1; }
+
+slurm_packages=(slurmctld slurmd slurm-client slurmdbd munge mariadb-server iproute2)
+slurm_programs=(slurmctld slurmd sbatch slurmdbd munged mariadbd ip)
+
+# The first of Slurm's programs that is not there.
+missing_program() {
+  local program
+  for program in "${slurm_programs[@]}"; do
+    PATH=$PATH:/usr/sbin:/sbin command -v "$program" >/dev/null || { echo "$program"; return; }
+  done
+}
+
+install_slurm() {
+  [ -z "$(missing_program)" ] && return
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
+  say "installing Slurm with apt: ${slurm_packages[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  { apt-get -qq update && apt-get -qq install -y --no-install-recommends "${slurm_packages[@]}"; } >"$log" 2>&1 || {
+    tail -20 "$log" >&2
+    die "apt could not install Slurm (above). Install ${slurm_packages[*]} by hand, or skip its tests with --no-slurm"
+  }
+}
+
+log=$(mktemp)
+cluster_up=0
+clean_up() {
+  [ $cluster_up = 0 ] || bash tools/slurmlab.sh down >"$log" 2>&1 || { echo "test: the lab cluster did not go down:" >&2; cat "$log" >&2; }
+  rm -f "$log"
+}
+trap clean_up EXIT
+
+bash tools/setup.sh --dev
+export OMP_NUM_THREADS=1 PATH="$PWD/.venv/bin:$PATH"
+
+say "ruff"
+ruff check --config tools/ruff.toml .
+ruff format --config tools/ruff.toml --check .
+say "mypy"
+mypy
+
+if [ $want_slurm = 1 ]; then
+  install_slurm
+  missing=$(missing_program)
+  if [ -z "$missing" ]; then
+    say "lab cluster up"
+    cluster_up=1 # before `up`: what a failed `up` leaves is taken down, too
+    bash tools/slurmlab.sh up >"$log" 2>&1 || { cat "$log" >&2; die "the lab cluster did not come up (above); --no-slurm tests without it"; }
+    eval "$(bash tools/slurmlab.sh env)"
+  else
+    say "tests marked slurm are skipped: no $missing here, and only root with apt can install it"
+  fi
+fi
+
+# Folders of tests/ with slow tests in them: a shard each.
+slow_shards() { grep -rl --include='test_*.py' 'mark\.slow' tests | cut -d/ -f2 | sed 's/\.py$//' | sort -u; }
+
+# pytest's closing lines stay the last; its exit code 5 (nothing selected) is none of a shard that -k left empty.
+run_pytest() {
+  local where=$1 marks=$2 code=0
+  shift 2
+  python -m pytest "$where" -m "$marks" --durations=15 "$@" || code=$?
+  [ $code = 5 ] && [ $# -gt 0 ] || return $code
+}
+shard_path() { [ -d "tests/$1" ] && echo "tests/$1" || echo "tests/$1.py"; }
+
+if [ -n "$shard" ]; then
+  [ -e "$(shard_path "$shard")" ] || die "no such shard: $shard; there are: $(slow_shards | tr '\n' ' ')"
+  run_pytest "$(shard_path "$shard")" slow "$@"
+  exit
+fi
+run_pytest tests 'not slow' "$@"
+if [ $all = 1 ]; then
+  for shard in $(slow_shards); do
+    say "slow shard $shard"
+    run_pytest "$(shard_path "$shard")" slow "$@"
+  done
+fi
