@@ -1,12 +1,18 @@
-"""What a task is made of. A domain is a module with two functions, and a third where rewards are judged by the group:
+"""What a task is made of. A domain is a module with two functions, and two more where they are needed:
 
     def load_problems(options, split, seed) -> Sequence[Problem]
     async def generate_rollout(problem, sampler, context) -> Rollout
     async def score_group(problem, rollouts, context) -> Sequence[Rollout]      (optional)
+    def check_options(options) -> None                                          (optional)
 
-`split` is "train" or "evaluate"; both calls must give the same problems in every process of a run. `generate_rollout` asks
-the sampler for one or more turns and gives the answer with its reward; with `score_group` the rewards may be set there
-instead, once a group. An exception in either fails that group alone: it is counted and sampled again.
+`options` are the mapping given under `domains[i].options`. `split` is "train" or "evaluate"; both calls must give the same
+problems in the same order in every process of a run, and an empty evaluate split means that there is nothing to evaluate on.
+`generate_rollout` asks the sampler for one or more turns and gives the answer with its reward; with `score_group` the rewards
+may be set there instead, once a group. `check_options` raises DomainError for options that cannot work (a missing file, say);
+it is called before a run is submitted.
+
+SamplerError and VerifierError fail one rollout, which is tried again a few times; any other exception fails its group, which
+is counted and sampled again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +20,26 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prl.streams.records import Rollout, Turn
+
+
+class DomainError(Exception):
+    """A domain is missing or incomplete, or its options or data are wrong."""
+
+
+class SamplerError(Exception):
+    """No usable answer came from the samplers. `reason` is a short word that failures are counted by."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class VerifierError(Exception):
+    """No verdict came from the verifier. `reason` is a short word that failures are counted by."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +62,48 @@ class Sampler(Protocol):
         top_p: float | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> Turn:
-        """One answer; `None` stands for the config's value. Raises SamplerError when no replica answers in time."""
+        """One answer; `None` stands for the config's value. `max_tokens` is cut to what the prompt leaves of the sampler's
+        context. Raises SamplerError when no replica gives a usable answer in time."""
         ...
 
 
 class Tokenizer(Protocol):
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of the text alone, without special tokens around it."""
+        ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, without special tokens."""
+        ...
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The model's chat template with the generation prompt, as ids."""
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """The model's chat template with the generation prompt, as ids. Raises DomainError where the model has none."""
         ...
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
+        """Tokens that end an answer, the tokenizer's own one first."""
         ...
 
 
 class Verifier(Protocol):
     async def check(self, rule: str, gold: str, answers: Sequence[str]) -> Sequence[str]:
-        """Verdict of each answer: "correct", "wrong", "no_answer", "unparsable" or "timeout"."""
+        """Verdict of each answer: "correct", "wrong", "no_answer", "unparsable" or "timeout". Raises VerifierError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
+    """What a domain's functions work with. `verifier` is None where the run has none."""
+
     tokenizer: Tokenizer
     verifier: Verifier | None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class GenerateRollout(Protocol):
+    async def __call__(self, problem: Problem, sampler: Sampler, context: Context) -> Rollout: ...
+
+
+class ScoreGroup(Protocol):
+    async def __call__(self, problem: Problem, rollouts: Sequence[Rollout], context: Context) -> Sequence[Rollout]: ...

@@ -1,0 +1,85 @@
+"""Finds a domain by its name, checks that it is complete, and loads its problems."""
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import prl.domains
+from prl.domains.api import DomainError, GenerateRollout, Problem, ScoreGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """A domain's functions; see prl.domains.api."""
+
+    name: str
+    load_problems: Callable[[Mapping[str, Any], str, int], Sequence[Problem]]
+    generate_rollout: GenerateRollout
+    score_group: ScoreGroup | None
+    check_options: Callable[[Mapping[str, Any]], None] | None
+
+
+def find_domain(name: str) -> Domain:
+    """The domain prl.domains.<name>, or else the importable module of that (dotted) name. Raises DomainError naming what is
+    missing; an error while the module is imported is its cause."""
+    module = _import(name)
+    for function in ("load_problems", "generate_rollout"):
+        if not callable(getattr(module, function, None)):
+            raise DomainError(
+                f"domain {name} ({module.__file__}) has no function {function}; prl.domains.api says what a domain is made of"
+            )
+    for function in ("generate_rollout", "score_group"):
+        if hasattr(module, function) and not inspect.iscoroutinefunction(getattr(module, function)):
+            raise DomainError(f"domain {name} ({module.__file__}): {function} must be an `async def`")
+    return Domain(
+        name=name,
+        load_problems=module.load_problems,
+        generate_rollout=module.generate_rollout,
+        score_group=getattr(module, "score_group", None),
+        check_options=getattr(module, "check_options", None),
+    )
+
+
+def check_domain(name: str, options: Mapping[str, Any]) -> None:
+    """Raises DomainError where a run with this domain cannot start. Loads no problems."""
+    domain = find_domain(name)
+    if domain.check_options is not None:
+        domain.check_options(options)
+
+
+def load_split(domain: Domain, options: Mapping[str, Any], split: str, seed: int) -> Sequence[Problem]:
+    """The problems of a split. Raises DomainError where they are no sequence of Problem, or none to train on."""
+    problems = domain.load_problems(options, split, seed)
+    if not isinstance(problems, Sequence) or not all(isinstance(problem, Problem) for problem in problems):
+        raise DomainError(f"domain {domain.name}: load_problems must return a sequence of Problem (split {split})")
+    if split == "train" and not problems:
+        raise DomainError(f"domain {domain.name}: load_problems found no problems to train on")
+    return problems
+
+
+def _import(name: str) -> Any:
+    own = f"{prl.domains.__name__}.{name}"
+    for candidate in (own, name):
+        try:
+            found = importlib.util.find_spec(candidate)
+        except (ModuleNotFoundError, ValueError):  # a parent package is missing, or the name is empty
+            found = None
+        if found is None:
+            continue
+        try:
+            return importlib.import_module(candidate)
+        except Exception as error:
+            raise DomainError(f"domain {name}: importing {candidate} failed: {type(error).__name__}: {error}") from error
+    raise DomainError(
+        f"there is no domain {name}: it is none of prl's ({', '.join(_own_domains())}) "
+        f"and no module {name} can be imported (is its folder on PYTHONPATH?)"
+    )
+
+
+def _own_domains() -> list[str]:
+    helpers = {"api", "answers", "options", "registry", "settings"}
+    return sorted(module.name for module in pkgutil.iter_modules(prl.domains.__path__) if module.name not in helpers)
