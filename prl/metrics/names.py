@@ -2,12 +2,14 @@
 
 Writers may write any other slash-grouped name; it lands in TensorBoard and is otherwise left alone.
 
-kind        written by                    step  values                          labels
-step        orchestrator, once a step     k     train/*, data/*, weights/*
-evaluation  orchestrator, one a version   v     eval/*
-phase       orchestrator (and prl-submit) -     -                               name: what begins at the event's time
-usage       node agent, every few seconds -     usage/*, cumulative             role, index: the process spoken of
-scalars     anyone, at any time           any   anything
+kind        written by                     step  values                     labels
+step        orchestrator, once a step      k     train/*, data/*, weights/*
+weights     orchestrator, once a commit    v     weights/*
+evaluation  orchestrator, once a version   v     eval/*                     domain
+checkpoint  orchestrator                   k     -
+phase       orchestrator (and prl-submit)  -     -                          name: what begins at the event's time
+usage       orchestrator or node agent     -     usage/*, cumulative        role, process: whom it speaks of
+scalars     anyone, at any time            any   anything
 
 train/ (the trainer)
     loss                       mean over trained tokens
@@ -29,18 +31,21 @@ weights/ (orchestrator and samplers)
     pause_s                    longest time for which a sampler stood still for this version
     receive_s                  longest time from the armed receiver to the verified version
     gap_s                      longest time between two tokens of one sequence around the update
+    send_s, commit_s, update_s the trainer's sending; pause and copy at all samplers; from the armed receivers to the end
     bytes                      bytes sent
 eval/ (actors)
-    reward_mean, reward_std    over the held-out problems
+    reward_mean, reward_std    over the held-out problems of one domain
     problems                   how many
-    output_tokens_mean         tokens of an answer
-usage/ (see prl.metrics.usage)
+    output_tokens              tokens of an answer, mean
+usage/ (node agents)
     cpu_s                      processor seconds since its start, of the process and all below it
-    rss_bytes                  resident memory, of the process and all below it (shared pages count in each)
+    max_rss_bytes              largest resident memory (so far), of the process and all below it
 """
 
 STEP = "step"
+WEIGHTS = "weights"
 EVALUATION = "evaluation"
+CHECKPOINT = "checkpoint"
 PHASE = "phase"
 USAGE = "usage"
 SCALARS = "scalars"
@@ -74,8 +79,8 @@ EVAL_REWARD_STD = "eval/reward_std"
 EVAL_PROBLEMS = "eval/problems"
 
 CPU_S = "usage/cpu_s"
-RSS_BYTES = "usage/rss_bytes"
+MAX_RSS_BYTES = "usage/max_rss_bytes"
 
-# Phases that the benchmark measures from; any others may be written too and show up in the report.
-COMMAND = "command"  # prl-submit's own start (its process's creation time)
-FIRST_ROLLOUT_REQUEST = "first rollout request"
+# Phases that benchmarks measure from; any others may be written too and show up in the report.
+COMMAND = "command"  # prl-submit's own start (the creation time of its process)
+RUNNING = "running"  # the first version is everywhere: rollouts are handed out

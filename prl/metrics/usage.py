@@ -19,7 +19,7 @@ class Usage:
 
     def values(self) -> dict[str, float]:
         """As the values of a usage event."""
-        return {names.CPU_S: self.cpu_s, names.RSS_BYTES: self.rss_bytes}
+        return {names.CPU_S: self.cpu_s, names.MAX_RSS_BYTES: self.rss_bytes}
 
 
 def own_usage() -> Usage:
