@@ -23,12 +23,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     ConfigError naming the file, the key and the nearest known key."""
     path = Path(path)
     try:
-        tree = OmegaConf.load(path)
+        loaded = OmegaConf.load(path)
         for override in overrides:
             key, equals, _ = override.partition("=")
             if not equals or not key:
                 raise ConfigError(f"override {override!r}: write key=value, e.g. run.steps=10")
-        tree = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
+        tree = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
         plain = OmegaConf.to_container(tree, resolve=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; the configs that come with prl are in configs/") from None

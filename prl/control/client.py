@@ -36,7 +36,9 @@ class ControlClient:
         self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.gather(self._heartbeat, return_exceptions=True)
@@ -69,7 +71,9 @@ class ControlClient:
                 timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001))
                 async with self._session.post(f"{self.url}/{name}", json=full, timeout=timeout) as response:
                     if response.status != 200:
-                        raise ControlError(f"orchestrator refused /{name} ({reason}): {response.status} {await response.text()}")
+                        raise ControlError(
+                            f"orchestrator refused /{name} ({reason}): {response.status} {await response.text()}"
+                        )
                     answer: dict[str, Any] = await response.json()
                     self.grace_s = answer.get("grace_s", self.grace_s)
                     if answer.get("stop"):

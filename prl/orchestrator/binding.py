@@ -69,8 +69,9 @@ def bind(config: Config, split: Split, allocation: Allocation, attempt: int, mas
                 sampling.append(node)
     one_thread = _devices((), 1)
     children.append(ChildPlan("preprocess", 0, 0, (), one_thread))
-    for index in range(config.actor.processes):
-        children.append(ChildPlan("actor", index, sampling[index % len(sampling)], (), one_thread))
+    children += [
+        ChildPlan("actor", index, sampling[index % len(sampling)], (), one_thread) for index in range(config.actor.processes)
+    ]
     if config.verifier.processes:
         children.append(ChildPlan("verifier", 0, sampling[0], (), one_thread, serves=True))
     return Plan(attempt, tuple(nodes), tuple(children))

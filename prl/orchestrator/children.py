@@ -1,6 +1,7 @@
 """A node's child processes: started in process groups of their own, ended by group, never by name."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -69,10 +70,8 @@ async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Pat
 async def end_child(child: RunningChild, grace_s: float) -> None:
     """SIGTERM to its process group, SIGKILL after the grace."""
     _signal_group(child, signal.SIGTERM)
-    try:
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(child.process.wait(), grace_s)
-    except TimeoutError:
-        pass
     _signal_group(child, signal.SIGKILL)  # also what the child left behind in its group
     await child.process.wait()
 

@@ -221,4 +221,6 @@ class WeightUpdater:
                 answer: dict[str, Any] = await response.json()
                 return answer
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise UpdateError(f"sampler {replica.replica} at {url} did not answer within {timeout_s:.0f} s: {error!r}") from error
+            raise UpdateError(
+                f"sampler {replica.replica} at {url} did not answer within {timeout_s:.0f} s: {error!r}"
+            ) from error

@@ -1,0 +1,98 @@
+"""What the one task of every node runs: its node agent and, on rank 0, the orchestrator beside it."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from prl.cluster.allocation import Allocation, read_allocation
+from prl.cluster.split import make_split
+from prl.config.load import load
+from prl.config.schema import Config
+from prl.control.ports import free_port
+from prl.control.token import read_token
+from prl.orchestrator.binding import bind
+from prl.orchestrator.main import Orchestrator
+from prl.orchestrator.node import run_agent
+from prl.orchestrator.outcome import DONE, FAILED, Outcome, RunFailed
+from prl.orchestrator.resume import find_start
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.publish import publish_json
+
+POLL_S = 0.2  # how often other nodes look for rank 0's address on the shared filesystem
+
+
+def run_node(run_folder: str) -> None:
+    """Live through the newest attempt of a run on this node. Rank 0 raises RunFailed with the cause when the run failed, so
+    that the job counts as failed; other nodes end quietly, so that they do not end rank 0's task before it has written it."""
+    # The batch system warns with these; a child with the default disposition would die of them. Ignoring is inherited.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    run = RunFolder(run_folder)
+    attempt = run.attempts()[-1]
+    allocation = read_allocation()
+    run.logs(attempt).mkdir(parents=True, exist_ok=True)
+    if allocation.first:
+        outcome = _lead(run, attempt, allocation)
+        print(f"prl: {outcome.outcome}: {outcome.cause}", file=sys.stderr, flush=True)
+        if outcome.outcome != DONE:
+            raise RunFailed(outcome.cause)
+    else:
+        config = load(run.config)
+        asyncio.run(_follow(run, attempt, allocation, config))
+
+
+def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
+    """Rank 0; whatever goes wrong ends up in exit.json."""
+    started = time.time()
+    try:
+        return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config)))
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome(FAILED, f"orchestrator: {type(error).__name__}: {error}", "orchestrator", 1, 0, started, time.time())
+        outcome.write(run.exit(attempt))
+        return outcome
+
+
+async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> Outcome:
+    split = make_split(config)
+    start = find_start(run, config)
+    plan = bind(config, split, allocation, attempt, free_port(allocation.master_address), start.resume)
+    publish_json(run.plan(attempt), {**plan.to_json(), "lineage": start.resume.lineage})
+    token = read_token(run.token)
+    orchestrator = Orchestrator(run, config, plan, start, token)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, orchestrator.cancel, f"cancelled by {number.name}")
+    url = await orchestrator.serve(allocation.host.address)
+    publish_json(run.orchestrator_url(attempt), {"url": url})
+    agent = asyncio.create_task(
+        run_agent(run, attempt, allocation.task, allocation.host.address, url, token, config.control), name="agent"
+    )
+    agent.add_done_callback(lambda task: None if task.cancelled() or not task.exception() else orchestrator.agent_failed(task))
+    outcome = await orchestrator.lead()
+    await asyncio.wait([agent], timeout=config.control.stop_s)
+    return outcome
+
+
+async def _follow(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> None:
+    """Any other node: find rank 0, then do what its plan says."""
+    url = await _find_orchestrator(run.orchestrator_url(attempt), config.control.start_s)
+    token = read_token(run.token)
+    await run_agent(run, attempt, allocation.task, allocation.host.address, url, token, config.control)
+
+
+async def _find_orchestrator(path: Path, deadline_s: float) -> str:
+    """The URL that rank 0 published. The folder is listed before the name is tried: a shared filesystem may remember for long
+    that a name did not exist."""
+    end = time.monotonic() + deadline_s
+    while path.name not in os.listdir(path.parent):
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {deadline_s:.0f} s for rank 0 to write {path}: see its log in {path.parent}")
+        await asyncio.sleep(POLL_S)
+    url: str = json.loads(path.read_text())["url"]
+    return url

@@ -1,0 +1,330 @@
+"""The orchestrator: one attempt of a run from the first join to the last exit, in rank 0's process."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from prl.config.schema import Config
+from prl.control.server import Answer, Bell, ControlServer, Member
+from prl.flow.dispatcher import Evaluation
+from prl.metrics.events import MetricsWriter
+from prl.metrics.tensorboard import TensorBoardSink
+from prl.orchestrator.binding import Plan
+from prl.orchestrator.outcome import Cause, Outcome, conclude
+from prl.orchestrator.resume import Start
+from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
+from prl.orchestrator.steps import StepDesk
+from prl.orchestrator.stop_rule import StopRule
+from prl.orchestrator.updates import Committed, Replica, UpdateError, WeightUpdater
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.publish import publish_json
+from prl.streams.ledger import LedgerWriter
+
+GATHER_CAUSES_S = 1.0  # one death causes others; wait this long before choosing the cause
+FAILED_GRACE_S = 0.5  # children of a failed run get this long before SIGTERM
+TENSORBOARD_S = 5.0
+
+
+class Orchestrator:
+    """Owns the control server, the dispatcher and the ledger, and leads the run through its phases:
+    starting, seeding (the first version reaches all samplers), running, finishing, ended."""
+
+    def __init__(self, run: RunFolder, config: Config, plan: Plan, start: Start, token: str) -> None:
+        self._run = run
+        self._config = config
+        self._plan = plan
+        self._start = start
+        self._started = time.time()
+        self._causes: list[Cause] = []
+        self._bell = Bell()
+        self._stop_rule = StopRule(config.run.stop_at_reward, config.run.stop_after_evaluations, start.evaluations_reached)
+        self._checkpointed = False
+        self._nodes_done: set[int] = set()
+        self._done_words = f"all {config.run.steps} steps trained"
+        self._dispatcher = start.dispatcher
+        self._ledger = LedgerWriter(run.ledger(plan.attempt))
+        self._ledger_desk = LedgerDesk(self._ledger.append)
+        record = self._record = self._ledger_desk.record
+        self._rollouts = RolloutDesk(
+            self._dispatcher, record, self._bell, facts=self._facts_for_actors, on_evaluation=self._evaluated
+        )
+        self._steps = StepDesk(
+            self._dispatcher,
+            self._rollouts,
+            record,
+            self._bell,
+            trained=start.resume.step,
+            forks=start.forks,
+            lineage=start.resume.lineage,
+            waiting=start.waiting,
+            on_trained=self._trained,
+            save_now=self._save_now,
+            on_checkpoint=self._checkpoint,
+        )
+        self._updater = WeightUpdater(token, config.weights, on_committed=self._committed, on_error=self._update_failed)
+        self._server = ControlServer(
+            token,
+            {
+                **self._rollouts.handlers(),
+                **self._steps.handlers(),
+                "children": self._children,
+                "child_ended": self._child_ended,
+                "node_done": self._node_done,
+                "offer_version": lambda member, body: self._updater.offer(body),
+                "version_sent": lambda member, body: self._updater.sent(body),
+                "staged": lambda member, body: self._updater.staged(body),
+            },
+            on_join=self._joined,
+            on_fail=self._failed,
+        )
+        self._tensorboard = TensorBoardSink(run.metrics, run.tensorboard, plan.attempt) if config.metrics.tensorboard else None
+        self._metrics = MetricsWriter(run.metrics, "orchestrator", 0, plan.attempt, flush_s=config.metrics.flush_s)
+
+    async def serve(self, host: str) -> str:
+        """Open the control plane and say where it is."""
+        url = await self._server.start(host)
+        self._phase("starting")
+        return url
+
+    def cancel(self, words: str) -> None:
+        """Somebody wants the run to end now."""
+        self._end_with(Cause(words, None, weight=0))
+
+    async def lead(self) -> Outcome:
+        """Through all phases to the end; returns once all nodes have ended their children, or their time is up."""
+        background = [
+            asyncio.create_task(self._watch_silence(), name="silence"),
+            asyncio.create_task(self._sink(), name="tensorboard"),
+        ]
+        try:
+            await self._through_phases()
+        finally:
+            for task in background:
+                task.cancel()
+            results = await asyncio.gather(*background, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                self._causes.append(Cause(f"orchestrator: {result!r}", "orchestrator", weight=4))
+        outcome = conclude(self._causes, self._done_words, self._steps.trained, self._started)
+        await self._close(outcome)
+        return outcome
+
+    async def _through_phases(self) -> None:
+        control = self._config.control
+        expected = {(child.role, child.index) for child in self._plan.children}
+        if await self._wait(lambda: expected <= self._joined_keys(), control.start_s, lambda: self._missing(expected)):
+            samplers = self._server.of_role("sampler")
+            self._updater.set_replicas([Replica(m.index, m.facts["url"], int(m.facts.get("workers", 1))) for m in samplers])
+            self._set_problems()
+            await self._record(self._start.reissued)
+            self._phase("seeding")
+            deadline_s = self._config.weights.group_s + self._config.weights.update_s
+            if await self._wait(
+                lambda: self._updater.current is not None, deadline_s, lambda: "the first version at all samplers"
+            ):
+                self._phase("running")
+                self._rollouts.open = True
+                self._bell.ring()
+                await self._run_steps()
+        await self._end()
+
+    async def _run_steps(self) -> None:
+        """Until the trainer has finished; a step has to end within the deadline of a wait."""
+        wait_s = self._config.control.wait_s
+        while not self._checkpointed and not self._causes:
+            awaited = self._steps.trained + 1
+            await self._wait(partial(self._has_trained, awaited), wait_s, self._waiting_for)
+        self._phase("finishing")
+        if not self._causes and self._dispatcher.evaluations_pending:
+            await self._wait(lambda: not self._dispatcher.evaluations_pending, wait_s, lambda: "the last evaluation")
+
+    def _has_trained(self, step: int) -> bool:
+        return self._steps.trained >= step or self._checkpointed
+
+    async def _end(self) -> None:
+        """Tell everyone to stop; failed runs end at once, good ones give their children time."""
+        if self._causes:
+            await asyncio.sleep(GATHER_CAUSES_S)
+        self._phase("stopping")
+        self._rollouts.ended = True
+        self._server.stopping = True
+        self._server.grace_s = FAILED_GRACE_S if self._causes else self._config.control.stop_s
+        self._bell.ring()
+        joined = {member.index for member in self._server.of_role("agent")}
+        left_s = self._server.grace_s + 10.0
+        if not await self._bell.until(lambda: joined <= self._nodes_done, left_s):
+            self._causes.append(
+                Cause(f"nodes {sorted(joined - self._nodes_done)} did not end within {left_s:.0f} s", "agent", 4)
+            )
+        if not self._causes:
+            await self._record(self._dispatcher.close("run ended"))
+
+    async def _close(self, outcome: Outcome) -> None:
+        await self._updater.close()
+        self._ledger.close()
+        self._metrics.close()
+        if self._tensorboard is not None:
+            await asyncio.to_thread(self._tensorboard.close)
+        await self._server.close()
+        outcome.write(self._run.exit(self._plan.attempt))
+
+    # What ends a run
+
+    def _end_with(self, cause: Cause) -> None:
+        if not self._server.stopping:
+            self._causes.append(cause)
+            self._bell.ring()
+
+    def _failed(self, member: Member, error: str, trace: str) -> None:
+        self._end_with(Cause(f"{member.name}: {error}", member.role, weight=2, detail=trace))
+
+    def agent_failed(self, task: "asyncio.Task[None]") -> None:
+        """The node agent beside the orchestrator ended with an error."""
+        self._end_with(Cause(f"node agent: {task.exception()!r}", "agent", weight=2))
+
+    def _update_failed(self, error: UpdateError) -> None:
+        self._end_with(Cause(str(error), "sampler", weight=2))
+
+    async def _child_ended(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        code, child = int(body["code"]), str(body["child"])
+        if code == 0 and self._checkpointed and child.startswith("trainer"):
+            return {}
+        weight = 1 if code < 0 else 3
+        self._end_with(Cause(f"{body['words']}; the end of {body['log']}:\n{body['tail']}", child.split()[0], weight))
+        return {}
+
+    async def _watch_silence(self) -> None:
+        """A member that was silent for too long is as good as dead."""
+        control = self._config.control
+        while True:
+            await asyncio.sleep(control.heartbeat_s)
+            for member in self._server.silent(control.lost_after_s):
+                gone = member.role == "trainer" and self._checkpointed
+                if not gone:
+                    words = f"{member.name} on {member.host} was silent for {control.lost_after_s:.0f} s; it was {member.doing}"
+                    self._end_with(Cause(words, member.role, weight=3))
+            if self._run.stop.exists() and not self._steps.finishing:
+                self._done_words = f"asked to stop by {self._run.stop}"
+                self._finish()
+
+    async def _wait(self, condition: Any, timeout_s: float, waited_for: Any) -> bool:
+        """Until the condition holds (True) or the run has a cause to end (False); a wait without end is such a cause."""
+        if not await self._bell.until(lambda: bool(self._causes) or condition(), timeout_s):
+            self._end_with(Cause(f"waited {timeout_s:.0f} s for {waited_for()}", None, weight=3))
+        return not self._causes
+
+    # Joins
+
+    def _joined(self, member: Member) -> None:
+        self._bell.ring()
+
+    def _joined_keys(self) -> set[tuple[str, int]]:
+        return {key for key, member in self._server.members.items() if member.joined}
+
+    def _missing(self, expected: set[tuple[str, int]]) -> str:
+        return "these processes to join: " + ", ".join(f"{r} {i}" for r, i in sorted(expected - self._joined_keys()))
+
+    def _waiting_for(self) -> str:
+        doing = "; ".join(f"{m.name} is {m.doing}" for m in self._server.members.values() if m.role != "agent")
+        return f"step {self._steps.trained + 1} to be trained ({doing})"
+
+    def _set_problems(self) -> None:
+        actors = self._server.of_role("actor")
+        problems, held_out = actors[0].facts["problems"], actors[0].facts["evaluation"]
+        for actor in actors[1:]:
+            if (actor.facts["problems"], actor.facts["evaluation"]) != (problems, held_out):
+                raise ValueError(
+                    f"{actor.name} has other problems than {actors[0].name}: load_problems must not depend on the process"
+                )
+        self._dispatcher.problems(problems, held_out)
+
+    def _facts_for_actors(self) -> Mapping[str, Any]:
+        verifiers = self._server.of_role("verifier")
+        return {
+            "samplers": [{"replica": m.index, "url": m.facts["url"]} for m in self._server.of_role("sampler")],
+            "verifier": verifiers[0].facts["url"] if verifiers else None,
+        }
+
+    async def _children(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        return {"children": [child.__dict__ for child in self._plan.on_node(member.index)]}
+
+    async def _node_done(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        for usage in body["usage"]:
+            values = {"usage/cpu_s": usage["cpu_s"], "usage/max_rss_bytes": usage["max_rss_bytes"]}
+            self._metrics.write(
+                values, kind="usage", labels={"process": f"{usage['role']} {usage['index']}", "role": usage["role"]}
+            )
+        self._nodes_done.add(member.index)
+        self._bell.ring()
+        return {}
+
+    # Progress
+
+    def _phase(self, name: str) -> None:
+        self._metrics.write({}, kind="phase", labels={"name": name})
+        self._metrics.flush()
+
+    def _committed(self, committed: Committed) -> None:
+        self._dispatcher.committed(committed.version)
+        self._metrics.write(committed.values, step=committed.version.step, kind="weights")
+        self._bell.ring()
+
+    def _trained(self, step: int, train: Mapping[str, float], data: Mapping[str, float]) -> bool:
+        """Note a trained step; whether it was the last."""
+        values = {**train, **{f"data/{name}": value for name, value in data.items()}}
+        if self._updater.current is not None:
+            values.update(self._updater.current.values)
+        self._metrics.write(values, step=step, kind="step")
+        return step >= self._config.run.steps
+
+    def _evaluated(self, evaluation: Evaluation, body: Mapping[str, Any]) -> None:
+        names = ("reward_mean", "reward_std", "problems", "output_tokens")
+        values = {f"eval/{name}": float(body[name]) for name in names if name in body}
+        labels = {
+            "domain": evaluation.domain,
+            "version_start": str(body.get("version_start")),
+            "version_end": str(body.get("version_end")),
+        }
+        self._metrics.write(values, step=evaluation.step, kind="evaluation", labels=labels)
+        self._stop_rule = self._stop_rule.after(float(body["reward_mean"]))
+        if self._stop_rule.fulfilled and not self._steps.finishing:
+            rule = self._stop_rule
+            self._done_words = f"held-out reward reached {rule.reward} in {rule.needed} evaluations in a row"
+            self._finish()
+
+    def _finish(self) -> None:
+        self._steps.finishing = True
+        self._bell.ring()
+
+    def _save_now(self, step: int) -> bool:
+        every = self._config.train.checkpoint_every_steps
+        return bool(every) and step % every == 0
+
+    async def _checkpoint(self, step: int, export: str | None) -> None:
+        """The trainer's files of a checkpoint are durable: the manifest makes it count."""
+        state = self._dispatcher.state()
+        await self._ledger_desk.settled()  # the state counts on these rows
+        manifest = {
+            "step": step,
+            "attempt": self._plan.attempt,
+            "lineage": self._start.resume.lineage,
+            "forks": {str(lineage): fork for lineage, fork in self._start.forks.items()},
+            "dispatcher": state,
+            "evaluations_reached": self._stop_rule.reached,
+            "export": export,
+        }
+        publish_json(self._run.checkpoint(step) / "manifest.json", manifest)
+        self._metrics.write({}, step=step, kind="checkpoint")
+        if export is not None:
+            self._checkpointed = True
+
+    async def _sink(self) -> None:
+        while self._tensorboard is not None:
+            await asyncio.sleep(TENSORBOARD_S)
+            await asyncio.to_thread(self._update_tensorboard)
+
+    def _update_tensorboard(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.update()

@@ -1,0 +1,80 @@
+"""Where an attempt starts: afresh, or from the last finished checkpoint with the ledger and the step files behind it."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from prl.config.schema import Config
+from prl.flow.dispatcher import Dispatcher, DispatcherSettings
+from prl.flow.events import LedgerEvent
+from prl.orchestrator.binding import Resume
+from prl.orchestrator.steps import StepEntry
+from prl.runfolder.paths import RunFolder
+from prl.streams.ledger import read_events
+from prl.streams.steps import find_steps
+
+
+@dataclass(frozen=True)
+class Start:
+    resume: Resume
+    forks: Mapping[int, int]  # lineage -> the step at which it left the one before
+    dispatcher: Dispatcher
+    waiting: Sequence[StepEntry]  # durable step files that are trained again as they are
+    evaluations_reached: int
+    reissued: Sequence[LedgerEvent]  # to be recorded before anything else
+
+
+def find_start(run: RunFolder, config: Config) -> Start:
+    """Read the newest manifest, if there is one. Raises where it does not fit the ledger."""
+    settings = dispatcher_settings(config)
+    manifests = run.manifests()
+    if not manifests:
+        return Start(Resume(0, 0, None), {}, Dispatcher(settings), (), 0, ())
+    step, path = manifests[-1]
+    manifest = json.loads(path.read_text())
+    earlier = [event for attempt in run.attempts() for event in read_events(run.ledger(attempt))]
+    dispatcher = Dispatcher(settings, manifest["dispatcher"])
+    dispatcher.replay(earlier[manifest["dispatcher"]["events"] :])
+    lineage = _last_lineage(run) + 1
+    forks = {**{int(key): int(value) for key, value in manifest["forks"].items()}, lineage: step}
+    waiting = _steps_behind(run, step, earlier)
+    keep = {rollout.group for entry in waiting for rollout in entry.trained}
+    reissued = dispatcher.reissue_outstanding("attempt ended", keep)
+    resume = Resume(step, lineage, str(path.parent))
+    return Start(resume, forks, dispatcher, waiting, int(manifest["evaluations_reached"]), reissued)
+
+
+def dispatcher_settings(config: Config) -> DispatcherSettings:
+    run = config.run
+    return DispatcherSettings(
+        weights={domain.name: domain.weight for domain in config.domains},
+        steps=run.steps,
+        groups_per_step=run.groups_per_step,
+        rollouts_per_group=run.rollouts_per_group,
+        mode=run.mode,
+        max_lag=run.max_lag,
+        steps_per_generation=run.steps_per_generation,
+        seed=run.seed,
+        evaluate_every_steps=run.evaluate_every_steps,
+        evaluate_problems=run.evaluate_problems,
+    )
+
+
+def _last_lineage(run: RunFolder) -> int:
+    """The highest lineage that any attempt has used, also one that left no checkpoint."""
+    lineages = [json.loads(run.plan(n).read_text())["lineage"] for n in run.attempts() if run.plan(n).exists()]
+    return max(lineages, default=0)
+
+
+def _steps_behind(run: RunFolder, step: int, events: Iterable[LedgerEvent]) -> list[StepEntry]:
+    """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout was discarded."""
+    discarded = {event.rollout for event in events if event.kind == "discarded"}
+    found = find_steps(run.steps)
+    waiting = []
+    while (step := step + 1) in found:
+        file = found[step]
+        if not discarded.isdisjoint(file.rollout_ids):
+            break
+        entry = {"step": step, "path": str(file.path.relative_to(run.path)), "bytes": file.bytes, "checksum": file.checksum}
+        waiting.append(StepEntry(entry, file.rollout_ids))
+    return waiting

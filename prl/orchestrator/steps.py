@@ -1,0 +1,118 @@
+"""The steps' side of the control plane: step files from the preprocessor to the trainer, trained steps, checkpoints."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prl.control.server import Answer, Bell, Handler, Member
+from prl.flow.dispatcher import Dispatcher
+from prl.flow.events import from_rows
+from prl.flow.ids import RolloutId
+from prl.orchestrator.rollouts import LONG_POLL_S, Record, RolloutDesk
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """A durable step file that is trained or will be."""
+
+    file: Mapping[str, Any]  # step, path, bytes, checksum
+    trained: Sequence[RolloutId]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class StepDesk:
+    """`trained` is the last trained step; step files above it wait for the trainer."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        rollouts: RolloutDesk,
+        record: Record,
+        bell: Bell,
+        *,
+        trained: int,
+        forks: Mapping[int, int],
+        lineage: int,
+        waiting: Sequence[StepEntry],
+        on_trained: Callable[[int, Mapping[str, float], Mapping[str, float]], bool],
+        save_now: Callable[[int], bool],
+        on_checkpoint: Callable[[int, str | None], Awaitable[None]],
+    ) -> None:
+        self.trained = trained
+        self.finishing = False  # the trainer saves, exports and ends
+        self._dispatcher = dispatcher
+        self._rollouts = rollouts
+        self._record = record
+        self._bell = bell
+        self._forks = forks
+        self._lineage = lineage
+        self._entries = {int(entry.file["step"]): entry for entry in waiting}
+        self._on_trained = on_trained
+        self._save_now = save_now
+        self._on_checkpoint = on_checkpoint
+
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "next_rollouts": self._next_rollouts,
+            "step_file": self._step_file,
+            "next_step": self._next_step,
+            "trained": self._trained,
+            "checkpoint": self._checkpoint,
+        }
+
+    @property
+    def next_step(self) -> int:
+        """The step for which no file exists yet."""
+        return max([self.trained, *self._entries]) + 1
+
+    async def _next_rollouts(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        after, known_step = int(body["after"]), body.get("trained_step")
+        announcements = self._rollouts.announcements
+
+        def news() -> bool:
+            return len(announcements) > after or self._rollouts.ended or (known_step is not None and known_step != self.trained)
+
+        await self._bell.until(news, LONG_POLL_S)
+        return {
+            "announcements": announcements[after:],
+            "cursor": len(announcements),
+            "trained_step": self.trained,
+            "next_step": self.next_step,
+            "lineage": self._lineage,
+            "forks": {str(lineage): step for lineage, step in self._forks.items()},
+            "stop": self._rollouts.ended,
+        }
+
+    async def _step_file(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        step = int(body["step"])
+        if step != self.next_step:
+            raise ValueError(f"step file {step} announced, step {self.next_step} expected")
+        await self._rollouts.discard(body["discarded"])
+        file = {key: body[key] for key in ("step", "path", "bytes", "checksum")}
+        self._entries[step] = StepEntry(file, from_rows(body["trained"]), dict(body["metrics"]))
+        self._bell.ring()
+        return {}
+
+    async def _next_step(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        step = int(body["step"])
+        await self._bell.until(lambda: step in self._entries or self.finishing, LONG_POLL_S)
+        if self.finishing:
+            return {"file": None, "stop": True}
+        entry = self._entries.get(step)
+        return {"file": None if entry is None else entry.file, "stop": False}
+
+    async def _trained(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        step = int(body["step"])
+        if step != self.trained + 1 or step not in self._entries:
+            raise ValueError(f"step {step} reported as trained, step {self.trained + 1} expected")
+        entry = self._entries.pop(step)
+        await self._record(self._dispatcher.trained(step, entry.trained))
+        self.trained = step
+        self.finishing = self._on_trained(step, body["metrics"], entry.metrics) or self.finishing
+        self._bell.ring()
+        return {"stop": self.finishing, "save": self._save_now(step)}
+
+    async def _checkpoint(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        await self._on_checkpoint(int(body["step"]), body.get("export"))
+        self._bell.ring()
+        return {}
