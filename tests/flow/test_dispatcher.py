@@ -1,0 +1,450 @@
+"""The dispatcher against a model run: every id ends once, the budget holds, the lag bound holds, saved states go on alike."""
+
+import json
+from collections import Counter
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from prl.flow.dispatcher import Dispatcher, DispatcherError, DispatcherSettings
+from prl.flow.events import LedgerEvent, from_discard_rows, from_rows, to_discard_rows, to_rows
+from prl.flow.ids import Lease, RolloutId
+from prl.flow.versions import Version, lag
+
+ENDS = ("trained", "discarded", "issued_again")
+
+
+def make(**changes) -> DispatcherSettings:
+    base = dict(weights={"a": 1.0}, steps=100, groups_per_step=2, rollouts_per_group=3, max_lag=1, seed=5)
+    return DispatcherSettings(**{**base, **changes})
+
+
+def started(sizes=None, evaluation=None, **changes) -> Dispatcher:
+    dispatcher = Dispatcher(make(**changes))
+    dispatcher.problems(sizes or {"a": 10}, evaluation)
+    dispatcher.committed(Version(0, 0))
+    return dispatcher
+
+
+def numbers(leases: list[Lease]) -> list[int]:
+    return [lease.group for lease in leases]
+
+
+def train(dispatcher: Dispatcher, step: int, leases: list[Lease]) -> list[LedgerEvent]:
+    for lease in leases:
+        assert dispatcher.result(lease.group, lease.issue)
+    return dispatcher.trained(step, [i for lease in leases for i in lease.rollout_ids()])
+
+
+def test_nothing_is_handed_out_before_a_version():
+    dispatcher = Dispatcher(make())
+    dispatcher.problems({"a": 10})
+    assert dispatcher.lease(0, 4, 0.0).leases == []
+    dispatcher.committed(Version(0, 0))
+    leased = dispatcher.lease(0, 100, 0.0)
+    assert numbers(leased.leases) == [0, 1, 2, 3]  # (max_lag 1 + 1) * 2 groups
+    assert [e.rollout for e in leased.events] == [i for lease in leased.leases for i in lease.rollout_ids()]
+    assert {(e.kind, e.version, e.step) for e in leased.events} == {("issued", Version(0, 0), -1)}
+
+
+def test_every_problem_comes_once_an_epoch_in_an_order_of_the_seed():
+    def problems(seed: int, count: int) -> list[tuple[int, int]]:
+        dispatcher = started(max_lag=count, groups_per_step=1, seed=seed)
+        return [(lease.epoch, lease.index) for lease in dispatcher.lease(0, count, 0.0).leases]
+
+    order = problems(5, 30)
+    for epoch in range(3):
+        assert sorted(order[10 * epoch : 10 * epoch + 10]) == [(epoch, i) for i in range(10)]
+    assert [i for _, i in order[:10]] != [i for _, i in order[10:20]]
+    assert problems(5, 30) == order
+    assert problems(6, 30) != order
+
+
+def test_domains_are_mixed_by_weight():
+    dispatcher = started(
+        sizes={"a": 10, "b": 7, "c": 3}, weights={"a": 3.0, "b": 2.0, "c": 1.0}, max_lag=100, groups_per_step=12
+    )
+    domains = [lease.domain for lease in dispatcher.lease(0, 600, 0.0).leases]
+    for end in range(1, 601):  # at every point no domain is a whole group away from its share
+        count = Counter(domains[:end])
+        for domain, share in {"a": 3 / 6, "b": 2 / 6, "c": 1 / 6}.items():
+            assert abs(count[domain] - share * end) < 1
+    assert domains[:6] == domains[6:12]
+
+
+def test_pipeline_budget_comes_back_with_the_version_of_a_trained_step():
+    dispatcher = started()
+    first = dispatcher.lease(0, 100, 0.0).leases
+    train(dispatcher, 1, first[:2])
+    assert dispatcher.lease(0, 100, 0.0).leases == []  # version 1 is on its way: the samplers would still use version 0
+    dispatcher.committed(Version(0, 1))
+    assert numbers(dispatcher.lease(0, 100, 0.0).leases) == [4, 5]
+
+
+def test_on_policy():
+    dispatcher = started(max_lag=0)
+    for step in range(1, 5):
+        leases = dispatcher.lease(0, 100, 0.0).leases
+        assert len(leases) == 2
+        train(dispatcher, step, leases)
+        assert dispatcher.lease(0, 100, 0.0).leases == []
+        dispatcher.committed(Version(0, step))
+
+
+def test_conventional_alternates():
+    dispatcher = started(mode="conventional", steps_per_generation=3)
+    leases = dispatcher.lease(0, 100, 0.0).leases
+    assert len(leases) == 6
+    for step in (1, 2, 3):
+        train(dispatcher, step, leases[2 * step - 2 : 2 * step])
+        assert dispatcher.lease(0, 100, 0.0).leases == []
+        if step < 3:
+            dispatcher.committed(Version(0, step))
+            assert dispatcher.lease(0, 100, 0.0).leases == []
+    dispatcher.committed(Version(0, 3))
+    assert len(dispatcher.lease(0, 100, 0.0).leases) == 6
+
+
+def test_conventional_replaces_what_was_discarded():
+    dispatcher = started(mode="conventional", steps_per_generation=2)
+    leases = dispatcher.lease(0, 100, 0.0).leases
+    dispatcher.result(leases[0].group, 0)
+    events = dispatcher.discarded(leases[0].rollout_ids(), "all rewards equal")
+    assert [e.kind for e in events] == ["discarded"] * 3
+    assert numbers(dispatcher.lease(0, 100, 0.0).leases) == [4]
+
+
+def test_the_last_steps_ask_for_no_more_than_they_train():
+    dispatcher = started(steps=3, max_lag=10)
+    leases = dispatcher.lease(0, 100, 0.0).leases
+    assert len(leases) == 6
+    for step in (1, 2, 3):
+        train(dispatcher, step, leases[2 * step - 2 : 2 * step])
+        dispatcher.committed(Version(0, step))
+        assert dispatcher.lease(0, 100, 0.0).leases == []
+
+
+def test_a_failed_group_is_issued_again_and_then_discarded():
+    dispatcher = started()
+    dispatcher.lease(0, 4, 0.0)
+    for issue in (0, 1):
+        events = dispatcher.failed(1, issue, "no answer")
+        assert [(e.rollout.issue, e.kind, e.reason) for e in events] == [(issue, "issued_again", "no answer")] * 3
+        assert not dispatcher.result(1, issue)  # its late result
+        again = dispatcher.lease(7, 4, 0.0)
+        assert [(lease.group, lease.issue) for lease in again.leases] == [(1, issue + 1)]
+        assert [(e.rollout.issue, e.kind) for e in again.events] == [(issue + 1, "issued")] * 3
+        assert not dispatcher.result(1, issue)
+        assert dispatcher.failed(1, issue, "told again") == []
+    events = dispatcher.failed(1, 2, "no answer")
+    assert [(e.rollout.issue, e.kind) for e in events] == [(2, "discarded")] * 3
+    assert dispatcher.discard_reasons == {"no answer": 3}
+    assert numbers(dispatcher.lease(0, 4, 0.0).leases) == [4]  # its place went to another
+
+
+def test_a_lost_actor_gives_back_what_it_held_and_no_more():
+    dispatcher = started()
+    dispatcher.lease(0, 2, 3.0)
+    other = dispatcher.lease(1, 2, 4.0).leases
+    assert dispatcher.held_by(1) == [(2, 0, 4.0), (3, 0, 4.0)]
+    dispatcher.result(0, 0)
+    events = dispatcher.lost(0)
+    assert {(e.rollout.group, e.kind, e.reason) for e in events} == {(1, "issued_again", "actor 0 lost")}
+    assert dispatcher.result(other[0].group, 0)
+    assert dispatcher.lost(0) == []
+
+
+def test_repeated_calls_change_nothing():
+    dispatcher = started()
+    leases = dispatcher.lease(0, 4, 0.0).leases
+    ids = [i for lease in leases[:2] for i in lease.rollout_ids()]
+    assert dispatcher.result(0, 0)
+    assert dispatcher.result(0, 0)
+    dispatcher.result(1, 0)
+    assert len(dispatcher.trained(1, ids)) == 6
+    assert dispatcher.trained(1, ids) == []
+    assert dispatcher.discarded(ids, "too old") == []
+    assert not dispatcher.result(0, 0)
+
+
+def test_single_rollouts_may_end_before_their_group():
+    dispatcher = started()
+    ids = dispatcher.lease(0, 1, 0.0).leases[0].rollout_ids()
+    dispatcher.result(0, 0)
+    assert [e.rollout for e in dispatcher.discarded([ids[1]], "cut")] == [ids[1]]
+    assert dispatcher.in_flight == 1
+    assert [e.rollout for e in dispatcher.trained(1, [ids[0], ids[2]])] == [ids[0], ids[2]]
+    assert dispatcher.in_flight == 0
+
+
+def test_awaited_from_holds_back_what_was_overtaken():
+    dispatcher = started()
+    dispatcher.lease(0, 4, 0.0)
+    assert dispatcher.awaited_from == 0
+    dispatcher.result(0, 0)
+    dispatcher.result(2, 0)
+    assert dispatcher.awaited_from == 1
+    dispatcher.failed(1, 0, "x")
+    assert dispatcher.awaited_from == 1
+    dispatcher.lease(0, 4, 0.0)
+    dispatcher.result(1, 1)
+    assert dispatcher.awaited_from == 3
+    dispatcher.result(3, 0)
+    assert dispatcher.awaited_from == 4
+
+
+def test_evaluations_come_first_and_once():
+    dispatcher = started(
+        sizes={"a": 10, "b": 10}, weights={"a": 3.0, "b": 1.0}, evaluation={"a": 100, "b": 2},
+        evaluate_every_steps=2, evaluate_problems=16, steps=5,
+    )  # fmt: skip
+    leased = dispatcher.lease(3, 3, 0.0)
+    assert leased.leases[:2] == [Lease("evaluate", "a", 0, 0, -1, 0, 12), Lease("evaluate", "b", 0, 0, -2, 0, 2)]
+    assert leased.leases[2].kind == "train"
+    assert {e.rollout.group for e in leased.events} == {0}
+    assert dispatcher.evaluations_pending == 2
+    found = dispatcher.evaluated(-1, 0)
+    assert found is not None
+    assert (found.step, found.domain) == (0, "a")
+    assert dispatcher.evaluated(-1, 0) is None
+    assert dispatcher.lost(3)[0].rollout.group == 0  # the evaluation of b is handed out again, without a word in the ledger
+    assert dispatcher.lease(4, 1, 0.0).leases == [Lease("evaluate", "b", 0, 0, -2, 1, 2)]
+    assert dispatcher.evaluated(-2, 0) is None
+    assert dispatcher.evaluated(-2, 1) is not None
+    due = []
+    for step in range(1, 6):
+        dispatcher.committed(Version(0, step))
+        dispatcher.committed(Version(0, step))
+        due += [lease.epoch for lease in dispatcher.lease(4, 2, 0.0).leases if lease.kind == "evaluate"]
+    assert due == [2, 2, 4, 4, 5, 5]
+
+
+def test_a_resumed_run_evaluates_only_what_is_new():
+    settings = make(evaluate_every_steps=2, evaluate_problems=1)
+    dispatcher = Dispatcher(settings)
+    dispatcher.problems({"a": 10}, {"a": 1})
+    for step in range(5):
+        dispatcher.committed(Version(0, step))
+    dispatcher.lease(0, 3, 0.0)
+    for number in (-1, -2, -3):
+        assert dispatcher.evaluated(number)
+    dispatcher.committed(Version(1, 2))  # back to the checkpoint of step 2, whose version has been looked at
+    assert dispatcher.evaluations_pending == 0
+    dispatcher.committed(Version(1, 4))
+    assert dispatcher.evaluations_pending == 1
+
+
+def test_mistakes_are_named():
+    with pytest.raises(DispatcherError, match="weight above 0"):
+        Dispatcher(make(weights={"a": 0.0}))
+    dispatcher = Dispatcher(make())
+    with pytest.raises(DispatcherError, match="no problems to train on in domain a"):
+        dispatcher.problems({"b": 3})
+    dispatcher.problems({"a": 3})
+    with pytest.raises(DispatcherError, match="problems have changed"):
+        dispatcher.problems({"a": 4})
+    dispatcher.committed(Version(0, 3))
+    with pytest.raises(DispatcherError, match="0:2 was committed after 0:3"):
+        dispatcher.committed(Version(0, 2))
+    with pytest.raises(DispatcherError, match="domains have changed"):
+        Dispatcher(make(weights={"z": 1.0}), dispatcher.state())
+    with pytest.raises(DispatcherError, match="held-out"):
+        Dispatcher(make(evaluate_every_steps=1)).problems({"a": 3})
+
+
+def test_ids_on_the_wire():
+    ids = [RolloutId(0, "a/1", 4, k, 1) for k in (0, 2)] + [RolloutId(1, "a/2", 5, 0, 0)]
+    assert to_rows(ids) == [[0, "a/1", 4, 1, [0, 2]], [1, "a/2", 5, 0, [0]]]
+    assert from_rows(json.loads(json.dumps(to_rows(ids)))) == ids
+    rows = to_discard_rows([(ids[0], "cut"), (ids[1], "cut"), (ids[2], "too old")])
+    assert rows == [[0, "a/1", 4, 1, [0, 2], "cut"], [1, "a/2", 5, 0, [0], "too old"]]
+    assert from_discard_rows(rows) == {"cut": ids[:2], "too old": ids[2:]}
+
+
+# A model of a run: actors, a preprocessor and a trainer that do what hypothesis says
+
+
+class Model:
+    """Drives a dispatcher through random operations and checks what must hold after each."""
+
+    def __init__(self, dispatcher: Dispatcher, in_order: bool) -> None:
+        self.dispatcher = dispatcher
+        self.in_order = in_order
+        self.events: list[LedgerEvent] = []
+        self.held: dict[int, tuple[int, Lease, Version]] = {}  # group -> actor, lease, version that sampled it
+        self.received: dict[int, tuple[Lease, Version]] = {}  # in order of arrival
+        self.step = 0
+        self.worst_lag = 0
+
+    def run(self, operation: tuple[str, int]) -> list[LedgerEvent]:
+        name, value = operation
+        events = getattr(self, name)(value)
+        self.events += events
+        self.check()
+        return events
+
+    def lease(self, value: int) -> list[LedgerEvent]:
+        leased = self.dispatcher.lease(value % 3, 1 + value % 5, float(value))
+        assert self.dispatcher.version is not None
+        for lease in leased.leases:
+            self.held[lease.group] = (value % 3, lease, self.dispatcher.version)
+        return leased.events
+
+    def pick(self, value: int) -> int | None:
+        return sorted(self.held)[value % len(self.held)] if self.held else None
+
+    def result(self, value: int) -> list[LedgerEvent]:
+        group = self.pick(value)
+        if group is not None:
+            _, lease, version = self.held.pop(group)
+            assert self.dispatcher.result(group, lease.issue)
+            self.received[group] = (lease, version)
+        return []
+
+    def fail(self, value: int) -> list[LedgerEvent]:
+        group = self.pick(value)
+        return [] if group is None else self.dispatcher.failed(group, self.held.pop(group)[1].issue, "failed")
+
+    def lose(self, value: int) -> list[LedgerEvent]:
+        mine = [g for g, (actor, _, _) in self.held.items() if actor == value % 3]
+        late = [self.held.pop(g)[1] for g in mine]
+        events = self.dispatcher.lost(value % 3)
+        assert not any(self.dispatcher.result(lease.group, lease.issue) for lease in late)
+        return events
+
+    def discard(self, value: int) -> list[LedgerEvent]:
+        if not self.received:
+            return []
+        lease, _ = self.received.pop(sorted(self.received)[value % len(self.received)])
+        return self.dispatcher.discarded(lease.rollout_ids(), "filtered")
+
+    def train(self, value: int) -> list[LedgerEvent]:
+        per_step = self.dispatcher.settings.groups_per_step
+        ready = sorted(g for g in self.received if g < self.dispatcher.awaited_from) if self.in_order else list(self.received)
+        assert self.dispatcher.version is not None
+        if len(ready) < per_step or self.step > self.dispatcher.version.step + value % 2:
+            return []
+        self.step += 1
+        taken = [self.received.pop(g) for g in ready[:per_step]]
+        self.worst_lag = max(self.worst_lag, *(lag(self.step, version) for _, version in taken))
+        return self.dispatcher.trained(self.step, [i for lease, _ in taken for i in lease.rollout_ids()])
+
+    def commit(self, value: int) -> list[LedgerEvent]:
+        assert self.dispatcher.version is not None
+        if self.step > self.dispatcher.version.step:
+            self.dispatcher.committed(Version(0, self.dispatcher.version.step + 1))
+        return []
+
+    def check(self) -> None:
+        s = self.dispatcher.settings
+        assert self.dispatcher.version is not None
+        begun = Counter(e.rollout for e in self.events if e.kind == "issued")
+        ended = Counter(e.rollout for e in self.events if e.kind in ENDS)
+        assert max(begun.values(), default=1) == 1
+        assert max(ended.values(), default=1) == 1
+        assert ended.keys() <= begun.keys()
+        alive = {i.group for i in begun.keys() - ended.keys()}
+        assert alive == self.held.keys() | self.received.keys()
+        ahead = self.step - self.dispatcher.version.step
+        allowed = s.max_lag + 1 if s.mode == "pipeline" else s.steps_per_generation
+        assert len(alive) + ahead * s.groups_per_step <= allowed * s.groups_per_step
+        assert self.dispatcher.counts == {k: sum(e.kind == k for e in self.events) for k in ("issued", *ENDS)}
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["lease", "lease", "result", "result", "result", "train", "train", "commit", "commit", "fail", "lose", "discard"]),
+        st.integers(0, 30),
+    ),
+    max_size=80,
+)  # fmt: skip
+SETTINGS = st.builds(
+    make,
+    mode=st.sampled_from(["pipeline", "conventional"]),
+    max_lag=st.integers(0, 3),
+    steps_per_generation=st.integers(1, 3),
+    groups_per_step=st.integers(1, 3),
+    steps=st.integers(1, 20),
+    weights=st.sampled_from([{"a": 1.0}, {"a": 2.0, "b": 1.0}]),
+)
+
+
+def begin(chosen: DispatcherSettings) -> Dispatcher:
+    dispatcher = Dispatcher(chosen)
+    dispatcher.problems({"a": 3, "b": 4})
+    dispatcher.committed(Version(0, 0))
+    return dispatcher
+
+
+@settings(max_examples=150, deadline=None)
+@given(SETTINGS, OPERATIONS, st.booleans())
+def test_every_id_ends_once_within_the_budget(chosen, operations, in_order):
+    model = Model(begin(chosen), in_order)
+    for operation in operations:
+        model.run(operation)
+    model.events += model.dispatcher.close("run ended")
+    begun = Counter(e.rollout for e in model.events if e.kind == "issued")
+    assert Counter(e.rollout for e in model.events if e.kind in ENDS) == begun
+    assert model.dispatcher.in_flight == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(SETTINGS, OPERATIONS)
+def test_in_order_the_lag_never_exceeds_its_limit(chosen, operations):
+    model = Model(begin(chosen), in_order=True)
+    for name, value in operations:
+        model.run((name if name not in ("fail", "lose", "discard") else "commit", value))
+    allowed = chosen.max_lag if chosen.mode == "pipeline" else chosen.steps_per_generation - 1
+    assert model.worst_lag <= allowed
+
+
+@settings(max_examples=100, deadline=None)
+@given(SETTINGS, OPERATIONS, OPERATIONS)
+def test_a_saved_state_goes_on_alike(chosen, before, after):
+    model = Model(begin(chosen), in_order=False)
+    for operation in before:
+        model.run(operation)
+    twin = Model(Dispatcher(chosen, json.loads(json.dumps(model.dispatcher.state()))), in_order=False)
+    twin.events, twin.held, twin.received = list(model.events), dict(model.held), dict(model.received)
+    twin.step = model.step
+    for operation in after:
+        assert model.run(operation) == twin.run(operation)
+    assert model.dispatcher.state() == twin.dispatcher.state()
+
+
+@settings(max_examples=100, deadline=None)
+@given(SETTINGS, OPERATIONS, OPERATIONS, st.integers(0, 30))
+def test_a_resumed_run_goes_on_from_state_and_ledger(chosen, before, after, kept):
+    """The state of an early checkpoint and the ledger's rows behind it: nothing is handed out twice, every id ends once."""
+    model = Model(begin(chosen), in_order=False)
+    for operation in before:
+        model.run(operation)
+    state = json.loads(json.dumps(model.dispatcher.state()))
+    assert state["events"] == len(model.events)
+    for operation in after:
+        model.run(operation)
+    dispatcher = Dispatcher(chosen, state)
+    dispatcher.replay(model.events[state["events"] :])
+    keep = set(sorted(model.received)[: kept % 4])  # groups of a step file that was not trained yet
+    resumed = Model(dispatcher, in_order=False)
+    resumed.events = model.events + dispatcher.reissue_outstanding("resumed", keep)
+    resumed.received = {g: model.received[g] for g in keep}
+    resumed.step = model.step
+    dispatcher.committed(Version(1, model.step))
+    begun = {e.rollout for e in resumed.events if e.kind == "issued"}
+    ended = {e.rollout for e in resumed.events if e.kind in ENDS}
+    assert {i.group for i in begun - ended} == keep
+    assert dispatcher.state()["next_group"] == model.dispatcher.state()["next_group"]
+    for value in range(3):
+        resumed.run(("lease", value))
+        resumed.run(("result", value))
+        resumed.run(("train", value))
+
+
+def test_replay_refuses_another_runs_ledger():
+    dispatcher = started()
+    stranger = started(seed=77, sizes={"a": 10})
+    events = stranger.lease(0, 4, 0.0).events
+    with pytest.raises(DispatcherError, match="another run"):
+        dispatcher.replay(events)
