@@ -14,11 +14,11 @@ a run calls them:
     trained(step, ids)                  -> events
     evaluated(group, issue)             -> the Evaluation that this result belongs to; None: late or unknown
     close(reason)                       -> events: everything still in flight is discarded at the end of a run
-    state()                             JSON-able; Dispatcher(settings, state) goes on as if nothing had happened. After a crash,
+    state()                             JSON-able; Dispatcher(settings, state) goes on from it; after a crash
     replay(events)                      takes the ledger's rows behind state()["events"], and
-    reissue_outstanding(reason, keep)   -> events: all in flight is issued again, but for the groups `keep` of durable step files
+    reissue_outstanding(reason, keep)   -> events: all in flight is issued again, but for the groups `keep` of step files
 
-Calls may be repeated (a client that lost the answer asks again): a repeated result is taken again, a repeated end has no events.
+Calls may be repeated (by a client that lost the answer): a repeated result is taken again, a repeated end has no events.
 
 **Admission.** Groups in flight and groups trained in steps whose version the samplers do not carry yet may together be no more
 than groups_per_step times
@@ -32,9 +32,9 @@ for those that are overtaken. Every step is taken to train groups_per_step group
 (seed, domain, epoch); the next group comes from the domain that is furthest behind its weight. `awaited_from` is the smallest
 number whose result is still to come: under `order: dispatch` groups below it are taken in the order of their numbers.
 
-**Evaluations** are leases of kind "evaluate", no part of the stream and of the ledger. They are numbered -1, -2, ...; `epoch` is
-the step at which the evaluation fell due, `index` the first held-out problem and `rollouts` how many problems from there on get
-one answer each. They fall due with the versions 0, evaluate_every_steps, 2 * evaluate_every_steps, ... and the last.
+**Evaluations** are leases of kind "evaluate", no part of the stream and of the ledger, numbered -1, -2, ...; `epoch` is the step
+at which the evaluation fell due, `index` the first held-out problem and `rollouts` how many problems from there on get one
+answer each. They fall due with the versions 0, evaluate_every_steps, 2 * evaluate_every_steps, ... and the last.
 """
 
 import zlib

@@ -16,7 +16,7 @@ ENDS = ("trained", "discarded", "issued_again")
 
 
 def make(**changes) -> DispatcherSettings:
-    base = dict(weights={"a": 1.0}, steps=100, groups_per_step=2, rollouts_per_group=3, max_lag=1, seed=5)
+    base = {"weights": {"a": 1.0}, "steps": 100, "groups_per_step": 2, "rollouts_per_group": 3, "max_lag": 1, "seed": 5}
     return DispatcherSettings(**{**base, **changes})
 
 
@@ -352,13 +352,8 @@ class Model:
         assert self.dispatcher.counts == {k: sum(e.kind == k for e in self.events) for k in ("issued", *ENDS)}
 
 
-OPERATIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["lease", "lease", "result", "result", "result", "train", "train", "commit", "commit", "fail", "lose", "discard"]),
-        st.integers(0, 30),
-    ),
-    max_size=80,
-)  # fmt: skip
+NAMES = ["lease", "result", "train", "commit"] * 2 + ["result", "fail", "lose", "discard"]
+OPERATIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 30)), max_size=80)
 SETTINGS = st.builds(
     make,
     mode=st.sampled_from(["pipeline", "conventional"]),
