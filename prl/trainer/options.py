@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     path: Annotated[str, "Hugging Face folder with config, tokenizer and (unless init is random) weights"] = ""
-    init: Annotated[Literal["pretrained", "random"], "pretrained: weights of `path`; random: drawn from run.seed"] = "pretrained"
+    init: Annotated[Literal["pretrained", "random"], "pretrained: weights of `path`; random: drawn from run.seed"] = (
+        "pretrained"
+    )
     architecture: Annotated[
         Literal["qwen2", "qwen3", "llama"] | None,
         "with init: random and no path, submission writes a model folder of this architecture and the sizes below",
@@ -27,7 +29,9 @@ class ModelOptions:
 class TrainOptions:
     tensor_parallel: Annotated[int, "tensor-parallel ranks of the trainer"] = 1
     sequence_parallel: Annotated[bool, "split norms and activations along the sequence over the tensor-parallel ranks"] = False
-    dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the trained parameters (the optimizer's are float32)"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the trained parameters (the optimizer's are float32)"] = (
+        "float32"
+    )
     threads: Annotated[int, "CPU threads of a trainer rank"] = 1
     learning_rate: Annotated[float, "AdamW's learning rate after the warm-up"] = 1e-6
     warmup_steps: Annotated[int, "steps over which the learning rate rises linearly"] = 0

@@ -1,0 +1,20 @@
+"""`python -m prl.trainer`: one trainer rank, started by the node agent.
+
+Saving a checkpoint starts processes that import this module again: what is heavy is imported inside `main`.
+"""
+
+from prl.control.child import Child, run_threaded_child
+from prl.control.threaded import ThreadedClient
+
+
+def main(child: Child, client: ThreadedClient) -> None:
+    from prl.trainer import device
+
+    device.install(child.config.train.threads)
+    from prl.trainer.loop import run
+
+    run(child, client)
+
+
+if __name__ == "__main__":
+    run_threaded_child(main)

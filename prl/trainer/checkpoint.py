@@ -1,0 +1,48 @@
+"""Checkpoints of the trainer in Megatron's torch_dist form: model, optimizer and step, for any tensor parallelism.
+
+A checkpoint folder, step_000100, holds them in `trainer/`; the orchestrator's manifest beside it makes it count.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from prl.trainer.engine import Engine
+from prl.trainer.hf_folder import replace_folder
+
+_PART = "trainer"
+
+
+def save_checkpoint(engine: Engine, folder: Path, step: int) -> None:
+    """Write `folder`/trainer, durable when this returns. A collective of all ranks; an older one of the name is replaced (it
+    belongs to a lineage that was left)."""
+    temporary = folder / f".tmp-{_PART}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_state(engine, step, is_loading=False), str(temporary))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "manifest.json").unlink(missing_ok=True)
+        replace_folder(temporary, folder / _PART)
+    dist.barrier()
+
+
+def load_checkpoint(engine: Engine, folder: Path) -> int:
+    """Restore what `save_checkpoint` wrote; returns its step. A collective of all ranks."""
+    part = folder / _PART
+    if not part.is_dir():
+        raise FileNotFoundError(f"{folder} is no checkpoint to resume from: it has no folder {_PART}/")
+    state = dist_checkpointing.load(_state(engine, 0, is_loading=True), str(part))
+    engine.gpt.load_state_dict(state["model"])
+    engine.optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+def _state(engine: Engine, step: int, *, is_loading: bool) -> dict[str, Any]:
+    model = engine.gpt.sharded_state_dict()
+    return {"model": model, "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading), "step": step}

@@ -1,0 +1,121 @@
+"""The one place that knows whether there is a GPU. Without one it makes Megatron's hard-wired CUDA calls mean the CPU.
+
+With CUDA `install` only picks this process's device. Without it, `torch.cuda.current_device`, `device="cuda"`, `.cuda()`,
+type names, CUDA generators, streams and events stand for the CPU. The replacement of tensor functions holds for the thread
+that called `install` alone, so Megatron must be driven from that thread.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def device() -> torch.device:
+    """Where this process's tensors live."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+
+
+def backend() -> str:
+    """torch.distributed's backend for tensors on `device()`."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def initialises_on_cpu() -> bool:
+    return not torch.cuda.is_available()
+
+
+def has_transformer_engine() -> bool:
+    """Whether Megatron's Transformer Engine layers can be used; otherwise the local ones of `prl.trainer.layers` are."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def install(threads: int) -> None:
+    """Prepare this process and thread. Call before the first import of megatron; a second call does nothing.
+
+    `threads` is the number of CPU threads that torch may use where there is no GPU.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return
+    torch.set_num_threads(threads)
+    _replace_cuda_functions()
+    _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if _is_cuda(options.get("device")):
+            options["device"] = _CPU
+        if options.get("pin_memory"):
+            options["pin_memory"] = False
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not options:
+            name: str = func(*args)  # Megatron's optimizers compare it with "torch.cuda.FloatTensor"
+            return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if _is_cuda(a) else a for a in args)
+        return func(*args, **options)
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (isinstance(value, torch.device) and value.type == "cuda")
+
+
+class _InOrder:
+    """Stands for a CUDA stream or event: on the CPU everything already happens in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., "_InOrder"]:
+        return lambda *args, **kwargs: self
+
+    def __enter__(self) -> "_InOrder":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _replace_cuda_functions() -> None:
+    # One function object for each name: torch.compile registers a handler a function and refuses the same one twice.
+    replacements: dict[str, Callable[..., Any]] = {
+        "current_device": lambda: _CPU,
+        "synchronize": lambda *args, **kwargs: None,
+        "empty_cache": lambda *args, **kwargs: None,
+        "Stream": _InOrder,
+        "Event": _InOrder,
+        "current_stream": lambda *args, **kwargs: _InOrder(),
+        "default_stream": lambda *args, **kwargs: _InOrder(),
+        "stream": lambda *args, **kwargs: _InOrder(),
+    }
+    generators: dict[str, Callable[..., Any]] = {
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
+    }
+    for name, function in (replacements | generators).items():
+        setattr(torch.cuda, name, function)
+    for name, function in generators.items():
+        setattr(torch.cuda.random, name, function)
+
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

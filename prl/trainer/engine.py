@@ -1,0 +1,61 @@
+"""The model with its data parallelism and optimizer: what a step changes and a checkpoint holds."""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.utils import get_model_config
+
+from prl.trainer.hf_config import ModelConfig
+from prl.trainer.model import DTYPES, unwrap
+from prl.trainer.options import TrainOptions
+
+
+@dataclass(frozen=True)
+class Engine:
+    config: ModelConfig
+    options: TrainOptions
+    model: DistributedDataParallel
+    optimizer: MegatronOptimizer
+
+    @property
+    def gpt(self) -> GPTModel:
+        return unwrap(self.model)
+
+
+def build_engine(module: torch.nn.Module, config: ModelConfig, options: TrainOptions) -> Engine:
+    """Wrap a model that has its weights already: the optimizer copies them where it keeps its own in float32."""
+    megatron = get_model_config(module)
+    model = DistributedDataParallel(
+        megatron, DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=True), module
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=options.learning_rate,
+            min_lr=0.0,
+            adam_beta1=options.beta1,
+            adam_beta2=options.beta2,
+            adam_eps=options.epsilon,
+            weight_decay=options.weight_decay,
+            clip_grad=options.clip_grad,
+            params_dtype=DTYPES[options.dtype],
+            bf16=options.dtype == "bfloat16",
+        ),
+        [model],
+    )
+    megatron.finalize_model_grads_func = finalize_model_grads
+    megatron.no_sync_func = model.no_sync
+    return Engine(config, options, model, optimizer)
+
+
+def set_schedule(engine: Engine, step: int) -> None:
+    """Learning rate and weight decay of step `step` (from 1): the rate rises linearly over the warm-up, then stays."""
+    options = engine.options
+    rate = options.learning_rate * min(1.0, step / max(1, options.warmup_steps))
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+        # Biases and norms do not decay: Megatron marks their group, and leaves it to the schedule to act on it.
+        group["weight_decay"] = options.weight_decay * group["wd_mult"]

@@ -1,0 +1,77 @@
+"""What a step tells about itself: sums and maxima over its trained tokens, reduced over the data-parallel ranks."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prl.metrics import names
+from prl.trainer import device, losses
+from prl.trainer.options import TrainOptions
+
+if TYPE_CHECKING:
+    from prl.trainer.step import Batch
+
+_SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "clipped", "difference", "k3", "lag")
+_MAXIMA = ("ratio", "difference", "lag")
+
+
+class Measures:
+    """Collected micro-batch by micro-batch on the device; read once a step."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device.device())
+        self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device.device())
+
+    def add(self, batch: "Batch", loss: Tensor, logprobs: Tensor, entropies: Tensor, options: TrainOptions) -> None:
+        """All per-token tensors are [T] of one micro-batch; tokens without weight do not count."""
+        trained = batch.weights > 0
+        pi, mu, advantages, lags = (x[trained] for x in (logprobs, batch.old_logprobs, batch.advantages, batch.lags))
+        difference = pi - mu
+        ratios = difference.exp()
+        if options.loss == "ppo":
+            clipped = ((advantages > 0) & (ratios > 1 + options.clip_high)) | (
+                (advantages < 0) & (ratios < 1 - options.clip_low)
+            )
+        else:
+            clipped = ratios > options.truncate
+        sums = (
+            loss,
+            trained.sum(),
+            entropies[trained].sum(),
+            ratios.sum(),
+            ratios.square().sum(),
+            clipped.sum(),
+            difference.abs().sum(),
+            losses.k3_divergence(mu, pi).sum(),
+            lags.sum(),
+        )
+        self._sums += torch.stack([x.double() for x in sums])
+        if pi.numel():
+            maxima = torch.stack([ratios.max(), difference.abs().max(), lags.max()]).double()
+            torch.maximum(self._maxima, maxima, out=self._maxima)
+
+    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """The step's metrics over all ranks of `group`. Means are over trained tokens."""
+        if group.size() > 1:
+            dist.all_reduce(self._sums, group=group)
+            dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX, group=group)
+        total = dict(zip(_SUMS, self._sums.tolist(), strict=True))
+        largest = dict(zip(_MAXIMA, self._maxima.tolist(), strict=True))
+        count = max(total["tokens"], 1.0)
+        return {
+            names.LOSS: total["loss"],
+            names.TOKENS: total["tokens"],
+            names.ENTROPY: total["entropy"] / count,
+            names.ESS: losses.effective_sample_size(total["ratio"], total["ratio_square"], count),
+            names.LAG_MEAN: total["lag"] / count,
+            names.LAG_MAX: largest["lag"],
+            "train/ratio_mean": total["ratio"] / count,
+            "train/ratio_max": largest["ratio"],
+            "train/clip_fraction": total["clipped"] / count,
+            # How far trainer and sampler are apart on the sampled tokens (lag included).
+            "train/mismatch_mean": total["difference"] / count,
+            "train/mismatch_max": largest["difference"],
+            "train/mismatch_k3": total["k3"] / count,
+        }

@@ -1,0 +1,112 @@
+"""Megatron's GPT model for a Hugging Face config."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+
+from prl.trainer import device
+from prl.trainer.hf_config import ModelConfig
+from prl.trainer.layers import PackedAttention, PackedRotary, RMSNorm, inverse_frequencies
+from prl.trainer.options import TrainOptions
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(model: ModelConfig, options: TrainOptions) -> TransformerConfig:
+    """Raises ValueError where the heads do not divide by the tensor parallelism."""
+    if model.heads % options.tensor_parallel:
+        raise ValueError(
+            f"train.tensor_parallel = {options.tensor_parallel} does not divide the model's {model.heads} attention heads"
+        )
+    dtype = DTYPES[options.dtype]
+    on_cpu = device.initialises_on_cpu()
+    recompute: dict[str, Any] = {}
+    if options.recompute:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_size,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=options.tensor_parallel,
+        sequence_parallel=options.sequence_parallel and options.tensor_parallel > 1,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,  # every weight is loaded or drawn by us, equally for any tensor parallelism
+        # These need kernels that a CPU has not.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=device.has_transformer_engine(),
+        persist_layer_norm=device.has_transformer_engine(),
+        cross_entropy_loss_fusion=False,
+        **recompute,
+    )
+
+
+def build_model(model: ModelConfig, options: TrainOptions) -> GPTModel | Float16Module:
+    """This rank's part of the model, with weights that still must be loaded. Its input is one row of packed tokens, its output
+    the logits [1, T, padded vocabulary / tensor_parallel].
+
+    Process groups must be up. The one place that names GPTModel, which Megatron means to replace.
+    """
+    config = transformer_config(model, options)
+    gpt = GPTModel(
+        config,
+        _layers(config),
+        vocab_size=model.padded_vocabulary(options.tensor_parallel),
+        max_sequence_length=model.max_positions,
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type="rope",
+        rotary_base=model.rope_theta,
+    )
+    if not device.has_transformer_engine():
+        gpt.rotary_pos_emb = PackedRotary(
+            kv_channels=model.head_dim, rotary_percent=1.0, use_cpu_initialization=config.use_cpu_initialization
+        )
+    gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).to(device.device())
+    gpt.to(device.device())
+    return Float16Module(config, gpt) if config.bf16 else gpt
+
+
+def unwrap(model: Any) -> GPTModel:
+    """The GPT model inside its wrappers for data parallelism and half precision."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _layers(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    if device.has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention
+    inner = attention.submodules if hasattr(attention, "submodules") else attention.keywords["submodules"]
+    inner.core_attention = PackedAttention
+    if config.qk_layernorm:
+        inner.q_layernorm = inner.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,53 @@
+"""The trainer's process groups, and small messages from rank 0 to all ranks."""
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from prl.trainer import device
+
+
+def start_groups(tensor_parallel_size: int, *, timeout_s: float) -> None:
+    """Join the trainer's group (its address comes from the environment, as torchrun sets it) and split it for Megatron:
+    neighbouring ranks are tensor-parallel, the rest is data parallelism. No collective waits longer than `timeout_s`."""
+    if not dist.is_initialized():
+        dist.init_process_group(device.backend(), timeout=timedelta(seconds=timeout_s))
+    ranks = dist.get_world_size()
+    if ranks % tensor_parallel_size:
+        raise ValueError(f"{ranks} trainer ranks cannot be split into tensor-parallel groups of {tensor_parallel_size}")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel_size, distributed_timeout_minutes=math.ceil(timeout_s / 60)
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)  # Megatron asks for one; nothing is drawn from it
+
+
+def stop_groups() -> None:
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Channel:
+    """Messages from rank 0 to all ranks, in a gloo group of their own (NCCL takes no CPU tensors)."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def broadcast(self, message: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Rank 0 gives the message, the others None; all get it. Anything that JSON holds."""
+        data = json.dumps(message).encode() if dist.get_rank() == 0 else b""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, src=0, group=self._group)
+        content = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)
+        dist.broadcast(content, src=0, group=self._group)
+        received: dict[str, Any] = json.loads(content.numpy().tobytes())
+        return received
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
