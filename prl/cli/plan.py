@@ -1,0 +1,35 @@
+"""prl-plan CONFIG: print how a run would be divided over nodes and devices.
+
+prl-plan configs/qwen7b.yaml --nodes 16
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from prl.cluster.split import make_split
+from prl.config.load import ConfigError, load, replace
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="prl-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("--nodes", type=int, metavar="N", help="Slurm nodes in all (default: cluster.nodes)")
+    parser.add_argument(
+        "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="override keys, e.g. cluster.train_nodes=2"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        config = load(options.config, options.set)
+        if options.nodes is not None:
+            config = replace(config, cluster={"nodes": options.nodes})
+        print(make_split(config).describe())
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"prl-plan: error: {line}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

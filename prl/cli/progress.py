@@ -1,0 +1,116 @@
+"""Live progress of a run, from what it writes: the metrics files and the attempt's exit.json."""
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from prl.config.schema import Config
+from prl.metrics import names
+from prl.metrics.events import Event, EventFollower
+from prl.runfolder.paths import RunFolder
+
+LOOK_S = 0.25  # between two looks at the metrics
+PLAIN_LINE_S = 5.0  # between two lines where the output is no terminal
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended: what its exit.json says."""
+
+    outcome: str  # "done", "failed" or "cancelled"
+    cause: str
+    code: int
+
+
+@dataclass
+class Progress:
+    """The latest figures of an attempt."""
+
+    steps: int
+    phase: str = "starting"
+    step: int = 0
+    reward: float | None = None
+    held_out: float | None = None
+    lag: float | None = None
+    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=20))  # (seconds, tokens) of each step
+    _last_time: float | None = None
+
+    def take(self, event: Event) -> None:
+        values = event.values
+        if event.kind == names.PHASE:
+            self.phase = event.labels.get("name", self.phase)
+        elif event.kind == names.EVALUATION:
+            self.held_out = values.get(names.EVAL_REWARD_MEAN, self.held_out)
+        elif event.kind == names.STEP and event.step is not None and event.step > self.step:
+            self.step = event.step
+            self.reward = values.get(names.REWARD_MEAN, self.reward)
+            self.lag = values.get(names.LAG_MEAN, self.lag)
+            seconds = values.get(names.STEP_S, event.time - self._last_time if self._last_time is not None else 0.0)
+            if seconds > 0:
+                self.recent.append((seconds, values.get(names.TOKENS, 0.0)))
+            self._last_time = event.time
+
+    def line(self) -> str:
+        if not self.step:
+            return f"step 0/{self.steps}  {self.phase}" + self._figure("  held-out ", self.held_out, ".3f")
+        seconds, tokens = sum(s for s, _ in self.recent), sum(t for _, t in self.recent)
+        line = f"step {self.step}/{self.steps}"
+        line += self._figure("  reward ", self.reward, ".3f") + self._figure("  held-out ", self.held_out, ".3f")
+        line += self._figure("  lag ", self.lag, ".1f")
+        if seconds:
+            each = seconds / len(self.recent)
+            line += f"  {tokens / seconds:,.0f} tokens/s  {each:.2f} s/step"
+            line += f"  {_minutes(each * (self.steps - self.step))} left"
+        return line
+
+    @staticmethod
+    def _figure(name: str, value: float | None, form: str) -> str:
+        return "" if value is None else f"{name}{value:{form}}"
+
+
+def follow(
+    run: RunFolder,
+    attempt: int,
+    config: Config,
+    ended: Callable[[float], bool],
+    stream: TextIO = sys.stdout,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome | None:
+    """Print the attempt's progress until its job has ended: one line that is written over on a terminal, else a line every
+    few seconds. `ended(s)` waits up to s seconds for the job's end and says whether it came. Gives what exit.json says,
+    None where the job ended without one."""
+    follower, progress = EventFollower(run.metrics), Progress(config.run.steps)
+    overwrite, last, last_at = stream.isatty(), "", float("-inf")
+    while True:
+        over = ended(LOOK_S)
+        for event in follower.read():
+            if event.attempt == attempt:
+                progress.take(event)
+        line = progress.line()
+        if line != last and (overwrite or over or clock() - last_at >= PLAIN_LINE_S):
+            stream.write(f"\r{line}\x1b[K" if overwrite else f"{line}\n")
+            stream.flush()
+            last, last_at = line, clock()
+        if over:
+            if overwrite:
+                stream.write("\n")
+            return read_outcome(run, attempt)
+
+
+def read_outcome(run: RunFolder, attempt: int) -> Outcome | None:
+    """The attempt's exit.json, None where there is none."""
+    try:
+        found = json.loads(run.exit(attempt).read_text())
+    except FileNotFoundError:
+        return None
+    return Outcome(str(found["outcome"]), str(found["cause"]), int(found["code"]))
+
+
+def _minutes(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,208 @@
+"""prl-submit CONFIG: check a configuration, write the run folder, send the job.
+
+prl-submit configs/quickstart.yaml               this machine, with live progress
+prl-submit configs/quickstart.yaml --nodes 3     one heterogeneous Slurm job
+prl-submit --resume runs/quickstart              go on from the latest checkpoint
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from prl.cli.options_text import describe_options
+from prl.cli.progress import Outcome, follow
+from prl.cluster import submission
+from prl.cluster.run import ProgramError
+from prl.cluster.slurm import SlurmError, check_slurm
+from prl.cluster.split import Split, make_split
+from prl.cluster.submission import Submission, SubmissionError
+from prl.config.checks import check, resolve_paths
+from prl.config.load import ConfigError, load, replace
+from prl.config.schema import Config
+from prl.runfolder.paths import RunFolder
+
+BAD_INPUT = 2
+FAILED = 1
+CANCELLED = 130
+
+
+class _CancelledError(Exception):
+    """The user, or whoever ends the user's session, wants the run to end."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    if options.options:
+        print(describe_options())
+        return 0
+    try:
+        config, folder = _read(options)
+        warnings = check(config, resume=options.resume is not None)
+        _check_domains(config)
+        split = make_split(config)
+        for warning in warnings:
+            print(f"prl-submit: warning: {warning}", file=sys.stderr)
+        if options.dry_run:
+            _show(config, split, folder)
+            return 0
+        if split.kind != "local":
+            check_slurm(config, split)
+        job = _submit(config, split, folder, resume=options.resume is not None)
+        if split.kind == "local" or options.wait:
+            return _follow(job, config)
+        return _leave(job)
+    except (ConfigError, SlurmError) as error:
+        for line in str(error).splitlines():
+            print(f"prl-submit: error: {line}", file=sys.stderr)
+        return BAD_INPUT
+    except (SubmissionError, ProgramError, OSError) as error:
+        print(f"prl-submit: error: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="prl-submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", nargs="?", help="YAML file; `prl-submit --options` lists every key with its unit and default")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="Slurm nodes in all (default: cluster.nodes; null: this machine, without Slurm)"
+    )
+    parser.add_argument(
+        "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="override keys, e.g. run.steps=20 run.seed=3"
+    )
+    parser.add_argument(
+        "--resume", metavar="RUN", help="run folder to go on with, from its latest checkpoint and with its own configuration"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and the batch script; write and send nothing")
+    parser.add_argument("--wait", action="store_true", help="follow a Slurm job to its end (default: return after submission)")
+    parser.add_argument("--options", action="store_true", help="list every configuration key with help and default")
+    return parser
+
+
+def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
+    """The configuration with all overrides and absolute paths, and the run's folder."""
+    if options.resume is not None:
+        folder = RunFolder(Path(options.resume).absolute())
+        if options.config is not None:
+            raise ConfigError(f"--resume takes the configuration from the run itself; leave out {options.config}")
+        if not folder.config.is_file():
+            raise ConfigError(f"--resume {options.resume}: no run lies there (no {folder.config})")
+        if not folder.manifests():
+            raise ConfigError(
+                f"--resume {options.resume}: the run has no finished checkpoint to go on from (no manifest.json under "
+                f"{folder.checkpoints}); submit it anew, with train.checkpoint_every_steps set"
+            )
+        submission.check_not_running(folder)
+        config = replace(load(folder.config, options.set), run={"folder": str(folder)})
+    elif options.config is None:
+        raise ConfigError("name a configuration, e.g. configs/quickstart.yaml, or a run with --resume")
+    else:
+        config = load(options.config, options.set)
+    if options.nodes is not None:
+        config = replace(config, cluster={"nodes": options.nodes})
+    config = resolve_paths(config, Path.cwd())
+    return config, RunFolder(config.run.folder)
+
+
+def _check_domains(config: Config) -> None:
+    from prl.domains.api import DomainError
+    from prl.domains.registry import check_domain
+
+    problems = []
+    for domain in config.domains:
+        try:
+            check_domain(domain.name, domain.options)
+        except DomainError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _show(config: Config, split: Split, folder: RunFolder) -> None:
+    print(f"run {config.run.name} in {folder}\n{split.describe()}")
+    if split.kind != "local":
+        attempt = max(folder.attempts(), default=0) + 1
+        print(f"\nbatch script:\n{submission.script_for(config, split, folder, attempt)}")
+
+
+def _submit(config: Config, split: Split, folder: RunFolder, *, resume: bool) -> Submission:
+    from prl.orchestrator.agent import run_node
+
+    if not resume:
+        submission.write_run_folder(config, folder)
+    attempt = submission.start_attempt(config, folder)
+    try:
+        job = submission.submit(config, split, folder, attempt, run_node, str(folder))
+    except SubmissionError:
+        submission.withdraw(folder, attempt)
+        raise
+    _record_start(config, folder, attempt)
+    print(f"run {config.run.name} in {folder}\n{split.describe()}", flush=True)
+    return job
+
+
+def _record_start(config: Config, folder: RunFolder, attempt: int) -> None:
+    """When this command started, for whoever measures how long a run takes from there."""
+    import psutil
+
+    from prl.metrics import names
+    from prl.metrics.events import MetricsWriter
+
+    with MetricsWriter(folder.metrics, "submit", 0, attempt, flush_s=config.metrics.flush_s) as writer:
+        writer.write({}, kind=names.PHASE, labels={"name": names.COMMAND}, time=psutil.Process().create_time())
+
+
+def _follow(job: Submission, config: Config) -> int:
+    """Show progress to the end; the run's exit code. Ctrl-C, SIGTERM and a closed terminal end the run in order."""
+    if job.kind != "local":
+        print(f"job {job.job_id} submitted; waiting for it (Ctrl-C cancels it)", flush=True)
+    before = {number: signal.signal(number, _cancel) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        outcome = follow(job.run, job.attempt, config, job.ended)
+    except _CancelledError as reason:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # the run is ending already; its grace has a limit
+        print(f"\n{reason}: ending the run (up to {config.control.stop_s:g} s)", flush=True)
+        job.cancel(config.control.stop_s)
+        print(f"cancelled; the run's folder is {job.run}", flush=True)
+        return CANCELLED
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return _report(job, outcome)
+
+
+def _cancel(number: int, _: FrameType | None) -> None:
+    raise _CancelledError("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+
+def _report(job: Submission, outcome: Outcome | None) -> int:
+    logs = job.run.logs(job.attempt)
+    if outcome is None:
+        traceback, state = job.traceback(), job.state()
+        said = traceback.rstrip().splitlines()[-1] if traceback else f"nothing was said; see {job.job.paths.stderr}"
+        print(f"the run failed (job {job.job_id} is {state}): {said}\nlogs: {logs}", file=sys.stderr)
+        return FAILED
+    print(
+        f"{outcome.outcome}: {outcome.cause} (exit code {outcome.code})", file=sys.stdout if outcome.code == 0 else sys.stderr
+    )
+    print(f"run folder: {job.run}" if outcome.code == 0 else f"run folder: {job.run}\nlogs: {logs}")
+    return outcome.code
+
+
+def _leave(job: Submission) -> int:
+    print(f"job {job.job_id} submitted; what to do next:")
+    print(f"  squeue -j {job.job_id:<24} is it running?")
+    print(f"  prl-report {job.run}   how does it learn?")
+    print(f"  tail -F {job.run.logs(job.attempt)}/*.log")
+    print(f"  touch {job.run.stop}   end after the step in hand, with a checkpoint")
+    print(f"  scancel {job.job_id:<23} end at once")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

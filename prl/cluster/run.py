@@ -1,0 +1,36 @@
+"""The one way in which prl runs external programs: an argument list, a time-out, no shell."""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+class ProgramError(Exception):
+    """An external program is missing, failed or took too long; the message says which, how and what it printed."""
+
+
+@dataclass(frozen=True)
+class Output:
+    code: int
+    out: str
+    err: str
+
+
+Runner = Callable[..., Output]
+
+
+def run(arguments: Sequence[str], *, timeout_s: float = 30.0, check: bool = True) -> Output:
+    """Run a program and give what it printed. Raises ProgramError where it is missing or runs longer than `timeout_s`
+    and, with `check`, where it exits with a code other than 0."""
+    name = arguments[0]
+    try:
+        done = subprocess.run(list(arguments), capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL)
+    except FileNotFoundError:
+        raise ProgramError(f"{name}: no such program on PATH") from None
+    except subprocess.TimeoutExpired:
+        raise ProgramError(f"{name}: no answer within {timeout_s:g} s ({' '.join(arguments)})") from None
+    output = Output(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    if check and output.code != 0:
+        said = (output.err.strip() or output.out.strip() or "it printed nothing")[-2000:]
+        raise ProgramError(f"{name}: exit code {output.code} ({' '.join(arguments)}): {said}")
+    return output

@@ -1,0 +1,197 @@
+"""Which nodes and devices train and which sample: pure arithmetic on the configuration.
+
+Three kinds of run: `local` (this machine, no Slurm), `plain` (one node under Slurm; like local, its devices are divided
+between the roles) and `het` (a heterogeneous Slurm job: component 0 trains, component 1 samples).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from prl.config.load import ConfigError
+from prl.config.schema import Config
+
+Kind = Literal["local", "plain", "het"]
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What one node of a component runs. A device is the number of an accelerator on its node."""
+
+    trainer_ranks: int
+    trainer_devices: tuple[int, ...]  # one a rank; empty without accelerators
+    replicas: int
+    replica_devices: tuple[tuple[int, ...], ...]  # one tuple a replica, each empty without accelerators
+
+
+@dataclass(frozen=True)
+class Component:
+    name: Literal["train", "sample", "all"]
+    nodes: int
+    node: NodeShare  # every node of a component runs the same
+
+
+@dataclass(frozen=True)
+class Split:
+    kind: Kind
+    components: tuple[Component, ...]
+    gpus_per_node: int
+    tensor_parallel: int
+    sample_tensor_parallel: int
+
+    @property
+    def nodes(self) -> int:
+        return sum(component.nodes for component in self.components)
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks in all."""
+        return sum(component.nodes * component.node.trainer_ranks for component in self.components)
+
+    @property
+    def data_parallel(self) -> int:
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def replicas(self) -> int:
+        """Samplers in all."""
+        return sum(component.nodes * component.node.replicas for component in self.components)
+
+    def describe(self) -> str:
+        """The split in a few lines for people."""
+        where = {"local": "this machine, without Slurm", "plain": "one node, a plain Slurm job"}
+        lines = [where.get(self.kind, f"{self.nodes} nodes, a heterogeneous Slurm job")]
+        for component in self.components:
+            share, nodes = component.node, f"{component.nodes} node{'s' * (component.nodes > 1)}"
+            parts = []
+            if share.trainer_ranks:
+                on = f" on devices {_span(share.trainer_devices)}" if share.trainer_devices else " on CPUs"
+                parts.append(_count(share.trainer_ranks, "trainer rank") + on)
+            if share.replicas:
+                devices = [_span(own) for own in share.replica_devices if own]
+                on = f" on devices {' | '.join(devices)}" if devices else " on CPUs"
+                parts.append(_count(share.replicas, "sampler") + on)
+            lines.append(f"  {component.name:<7}{nodes}, each: {'; '.join(parts)}")
+        lines.append(
+            f"  in all {_count(self.world_size, 'trainer rank')} (tensor parallel {self.tensor_parallel} x data parallel "
+            f"{self.data_parallel}), {_count(self.replicas, 'sampler')} (tensor parallel {self.sample_tensor_parallel})"
+        )
+        return "\n".join(lines)
+
+
+def make_split(config: Config, nodes: int | None = None) -> Split:
+    """Divide the nodes that `cluster.nodes` (or `nodes`, from the command line) names. Raises ConfigError saying which
+    number does not fit and what would."""
+    nodes = config.cluster.nodes if nodes is None else nodes
+    if nodes is not None and nodes < 1:
+        raise ConfigError(f"cluster.nodes = {nodes}: a Slurm job needs at least 1 node; null runs on this machine")
+    if config.train.tensor_parallel < 1 or config.sample.tensor_parallel < 1:
+        raise ConfigError("train.tensor_parallel and sample.tensor_parallel must be at least 1")
+    if config.cluster.gpus_per_node < 0:
+        raise ConfigError(f"cluster.gpus_per_node = {config.cluster.gpus_per_node}: write 0 for a run without accelerators")
+    split = _split_by_device(config, nodes) if nodes is None or nodes == 1 else _split_by_node(config, nodes)
+    _check_enough_work(config, split)
+    return split
+
+
+def _split_by_device(config: Config, nodes: int | None) -> Split:
+    cluster, tensor_parallel = config.cluster, config.train.tensor_parallel
+    if cluster.train_nodes != 1:
+        raise ConfigError(
+            f"cluster.train_nodes = {cluster.train_nodes}: with one node all roles share it; set it to 1, or ask for at least "
+            f"{cluster.train_nodes + 1} nodes"
+        )
+    ranks = tensor_parallel if cluster.train_devices is None else cluster.train_devices
+    if ranks < 1 or ranks % tensor_parallel:
+        raise _not_a_multiple(ranks, tensor_parallel)
+    gpus = cluster.gpus_per_node
+    if gpus and ranks + config.sample.tensor_parallel > gpus:
+        raise ConfigError(
+            f"cluster.gpus_per_node = {gpus}: {ranks} to train and {config.sample.tensor_parallel} for one sampler "
+            f"(sample.tensor_parallel) do not fit on one node; lower train.tensor_parallel, cluster.train_devices or "
+            f"sample.tensor_parallel, or ask for 2 nodes"
+        )
+    trainer_devices = tuple(range(ranks)) if gpus else ()
+    replica_devices = _replica_devices(config, first=ranks)
+    share = NodeShare(ranks, trainer_devices, len(replica_devices), replica_devices)
+    return _result(config, "local" if nodes is None else "plain", (Component("all", 1, share),))
+
+
+def _split_by_node(config: Config, nodes: int) -> Split:
+    cluster, tensor_parallel, gpus = config.cluster, config.train.tensor_parallel, config.cluster.gpus_per_node
+    if not 1 <= cluster.train_nodes < nodes:
+        raise ConfigError(
+            f"cluster.train_nodes = {cluster.train_nodes}: of {nodes} nodes at least 1 must train and at least 1 must sample; "
+            f"set it to 1 ... {nodes - 1}, or ask for at least {max(cluster.train_nodes, 1) + 1} nodes"
+        )
+    if gpus:
+        if tensor_parallel > gpus or gpus % tensor_parallel:
+            raise ConfigError(
+                f"train.tensor_parallel = {tensor_parallel}: must divide cluster.gpus_per_node = {gpus} (a tensor-parallel "
+                f"group stays within a node)"
+            )
+        if cluster.train_devices not in (None, gpus):
+            raise ConfigError(
+                f"cluster.train_devices = {cluster.train_devices}: with {nodes} nodes the training nodes train with all their "
+                f"{gpus} accelerators; leave it null"
+            )
+        ranks = gpus
+    else:
+        ranks = tensor_parallel if cluster.train_devices is None else cluster.train_devices
+        if ranks < 1 or ranks % tensor_parallel:
+            raise _not_a_multiple(ranks, tensor_parallel)
+    replica_devices = _replica_devices(config, first=0)
+    train = NodeShare(ranks, tuple(range(ranks)) if gpus else (), 0, ())
+    sample = NodeShare(0, (), len(replica_devices), replica_devices)
+    components = (Component("train", cluster.train_nodes, train), Component("sample", nodes - cluster.train_nodes, sample))
+    return _result(config, "het", components)
+
+
+def _replica_devices(config: Config, first: int) -> tuple[tuple[int, ...], ...]:
+    """Devices of each sampler of a node whose devices from `first` on sample."""
+    wanted, width, gpus = config.cluster.replicas_per_node, config.sample.tensor_parallel, config.cluster.gpus_per_node
+    if wanted is not None and wanted < 1:
+        raise ConfigError(f"cluster.replicas_per_node = {wanted}: at least 1 sampler a node")
+    if not gpus:
+        return ((),) * (1 if wanted is None else wanted)
+    possible = (gpus - first) // width
+    if possible < 1 or (wanted or 0) > possible:
+        raise ConfigError(
+            f"{gpus - first} of cluster.gpus_per_node = {gpus} accelerators sample: room for {possible} samplers of "
+            f"sample.tensor_parallel = {width}, not for {wanted or 1}; lower cluster.replicas_per_node or that"
+        )
+    return tuple(tuple(range(first + k * width, first + (k + 1) * width)) for k in range(wanted or possible))
+
+
+def _not_a_multiple(ranks: int, tensor_parallel: int) -> ConfigError:
+    return ConfigError(f"cluster.train_devices = {ranks}: must be a multiple of train.tensor_parallel = {tensor_parallel}")
+
+
+def _check_enough_work(config: Config, split: Split) -> None:
+    """More ranks or samplers than there is work for would stand idle, or wait for ever."""
+    run = config.run
+    rollouts = run.groups_per_step * run.rollouts_per_group
+    if split.data_parallel > rollouts:
+        raise ConfigError(
+            f"{split.nodes} nodes train with data parallel {split.data_parallel}, but a step has {rollouts} rollouts "
+            f"(run.groups_per_step x run.rollouts_per_group); lower cluster.train_nodes or raise those"
+        )
+    steps_in_flight = run.max_lag + 1 if run.mode == "pipeline" else run.steps_per_generation
+    groups = run.groups_per_step * steps_in_flight
+    if split.replicas > groups:
+        raise ConfigError(
+            f"{split.nodes} nodes hold {split.replicas} samplers, but at most {groups} groups are in flight at once "
+            f"(run.groups_per_step x {'(run.max_lag + 1)' if run.mode == 'pipeline' else 'run.steps_per_generation'}); ask for "
+            f"fewer nodes or raise those"
+        )
+
+
+def _result(config: Config, kind: Kind, components: tuple[Component, ...]) -> Split:
+    return Split(kind, components, config.cluster.gpus_per_node, config.train.tensor_parallel, config.sample.tensor_parallel)
+
+
+def _span(devices: tuple[int, ...]) -> str:
+    return str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,223 @@
+"""From a checked configuration to a job: the run folder, the attempt, the submission, and the grip on the job afterwards."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from submitit.core import core
+from submitit.core.utils import FailedJobError, FailedSubmissionError, pickle_load
+
+from prl.cluster.executors import LocalExecutor, ScriptExecutor
+from prl.cluster.run import ProgramError, run
+from prl.cluster.script import render, submitit_folder, task_command, task_environment, template_folder
+from prl.cluster.slurm import ended, job_state
+from prl.cluster.split import Kind, Split
+from prl.config.load import ConfigError, dump
+from prl.config.schema import Config
+from prl.control.token import create_token
+from prl.runfolder.model import write_model_folder
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.publish import publish, publish_json
+from prl.runfolder.snapshot import snapshot_code
+
+SLURM_POLL_S = 5.0  # between two questions about a job's state
+
+
+class SubmissionError(Exception):
+    """The job could not be submitted; the message carries what submitit or sbatch said."""
+
+
+@dataclass
+class Submission:
+    """One attempt's job. `job` is submitit's: results, tracebacks and output of every node's task."""
+
+    run: RunFolder
+    attempt: int
+    kind: Kind
+    job: core.Job[Any]
+    _next_question: float = 0.0  # to Slurm, on the monotonic clock
+
+    @property
+    def job_id(self) -> str:
+        """Slurm's job id (of component 0), or the process id of a local job."""
+        return str(self.job.job_id)
+
+    def ended(self, wait_s: float) -> bool:
+        """Wait up to `wait_s` seconds for the job's end; whether it has ended. Asks Slurm every few seconds at most."""
+        if self.kind == "local":
+            return _wait_process(self._process, wait_s)
+        threading.Event().wait(wait_s)
+        if time.monotonic() < self._next_question:
+            return False
+        self._next_question = time.monotonic() + SLURM_POLL_S
+        return ended(job_state(self.job_id))
+
+    def state(self) -> str:
+        """The job's state in Slurm's words."""
+        if self.kind != "local":
+            return job_state(self.job_id) or "UNKNOWN"
+        code = self._process.poll()
+        return "RUNNING" if code is None else "COMPLETED" if self.traceback() is None else "FAILED"
+
+    def traceback(self) -> str | None:
+        """What the first failed task raised; None where none did, or where the tasks were killed before they could say."""
+        for task in range(self.job.num_tasks):
+            path = self.job.task(task).paths.result_pickle
+            if path.exists():
+                outcome, value = pickle_load(path)
+                if outcome == "error":
+                    return f"task {task}:\n{value}"
+        return None
+
+    def cancel(self, grace_s: float) -> None:
+        """End the job: ask its tasks to stop (SIGTERM), and after `grace_s` seconds kill what is left. Returns when the
+        local job is gone; a Slurm job is cancelled and left to Slurm."""
+        if self.kind != "local":
+            run(["scancel", self.job_id], timeout_s=30.0)
+            return
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)  # submitit's controller hands it on to the task
+            _wait_process(self._process, grace_s)
+        _kill_group(self._process.pid)
+        _wait_process(self._process, 10.0)
+
+    @property
+    def _process(self) -> "subprocess.Popen[bytes]":
+        process: subprocess.Popen[bytes] | None = getattr(self.job, "_process", None)
+        if process is None:
+            raise RuntimeError(f"{self.job_id} is no job of this process on this machine")
+        return process
+
+
+def write_run_folder(config: Config, folder: RunFolder) -> None:
+    """Make the folder of a new run. Raises OSError; nothing of a half-made folder is left then."""
+    fresh = not folder.path.exists()
+    try:
+        folder.create()
+        create_token(folder.token)
+        write_model_folder(config.model, folder.model)
+    except BaseException:
+        if fresh:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+
+
+def start_attempt(config: Config, folder: RunFolder) -> int:
+    """Make the folder of the next attempt, with the configuration and the code it runs; its number."""
+    attempt = max(folder.attempts(), default=0) + 1
+    folder.logs(attempt).mkdir(parents=True)
+    submitit_folder(folder, attempt).mkdir()
+    snapshot_code(folder.code, template_folder())
+    text = dump(config).encode()
+    publish(folder.config, text)
+    publish(folder.attempt(attempt) / "config.yaml", text)
+    _point_latest(folder, attempt)
+    return attempt
+
+
+def script_for(config: Config, split: Split, folder: RunFolder, attempt: int) -> str:
+    """The batch script of an attempt under Slurm. Touches no disk but the templates."""
+    environment = task_environment(folder, attempt)
+    return render(
+        config, split, environment, task_command(submitit_folder(folder, attempt)), folder.logs(attempt) / "batch.log"
+    )
+
+
+def submit(
+    config: Config, split: Split, folder: RunFolder, attempt: int, function: Callable[..., Any], *arguments: Any
+) -> Submission:
+    """Submit `function(*arguments)`, which every node runs once, for an attempt whose folder is there. Records the job in
+    the attempt's submission.json. Raises SubmissionError."""
+    executor: core.Executor
+    if split.kind == "local":
+        executor = LocalExecutor(submitit_folder(folder, attempt), task_environment(folder, attempt))
+    else:
+        script = script_for(config, split, folder, attempt)
+        publish(folder.attempt(attempt) / "submission.sh", script.encode())
+        executor = ScriptExecutor(submitit_folder(folder, attempt), script, split.nodes)
+    try:
+        job = executor.submit(function, *arguments)
+    except (FailedJobError, FailedSubmissionError, OSError) as error:
+        raise SubmissionError(f"the job was not accepted: {error}") from error
+    first = str(job.job_id)
+    publish_json(
+        folder.attempt(attempt) / "submission.json",
+        {
+            "kind": split.kind,
+            "job_id": first,
+            # Slurm numbers the components of one job one after another.
+            "component_job_ids": [str(int(first) + k) for k in range(len(split.components))],
+            "nodes": [component.nodes for component in split.components],
+            "submitted": time.time(),
+            "host": os.uname().nodename,
+            "folder": str(submitit_folder(folder, attempt)),
+        },
+    )
+    return Submission(folder, attempt, split.kind, job)
+
+
+def withdraw(folder: RunFolder, attempt: int) -> None:
+    """Undo an attempt whose submission failed, so that the folder can be used again."""
+    if attempt == 1:
+        shutil.rmtree(folder.path)
+    else:
+        shutil.rmtree(folder.attempt(attempt))
+        _point_latest(folder, attempt - 1)
+
+
+def check_not_running(folder: RunFolder) -> None:
+    """Raises ConfigError where the run's latest attempt still goes on: two attempts at once would spoil each other."""
+    attempts = folder.attempts()
+    record = folder.attempt(attempts[-1]) / "submission.json" if attempts else None
+    if record is None or not record.exists():
+        return
+    submission = json.loads(record.read_text())
+    job_id = str(submission["job_id"])
+    if submission["kind"] == "local":
+        if submission["host"] == os.uname().nodename and _is_job(int(job_id), folder.path):
+            raise ConfigError(f"{folder}: attempt {attempts[-1]} still runs here; end it first: kill {job_id}")
+        return
+    try:
+        state = job_state(job_id)
+    except ProgramError as error:
+        raise ConfigError(f"{folder}: cannot tell whether its job {job_id} still runs: {error}") from None
+    if not ended(state):
+        raise ConfigError(f"{folder}: job {job_id} of attempt {attempts[-1]} is {state}; end it first: scancel {job_id}")
+
+
+def _is_job(pid: int, folder: Path) -> bool:
+    try:
+        return any(str(folder) in argument for argument in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
+
+
+def _point_latest(folder: RunFolder, attempt: int) -> None:
+    new = folder.path / ".latest"
+    new.unlink(missing_ok=True)
+    new.symlink_to(folder.attempt(attempt).name)
+    new.rename(folder.latest)
+
+
+def _wait_process(process: "subprocess.Popen[bytes]", wait_s: float) -> bool:
+    try:
+        process.wait(wait_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # the whole group has ended

@@ -1,0 +1,101 @@
+"""The run's model folder: a link to a pretrained model, or the config and tokenizer of one that starts from random weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from prl.trainer.options import ModelOptions
+
+_CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+_ROPE_THETA = 10000.0
+
+_DIGITS = [*"0123456789", "=", "<eos>", "<pad>", "<unk>", "<unused0>", "<unused1>"]
+_BYTES_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def write_model_folder(options: ModelOptions, folder: Path) -> None:
+    """Make `folder`: for a model that lies somewhere a link to it; else, for `init: random` with an architecture, a folder
+    in Hugging Face's form with all but the weights. Raises OSError, FileExistsError where it is there already."""
+    if options.path:
+        folder.symlink_to(Path(options.path).absolute(), target_is_directory=True)
+        return
+    if options.architecture is None:
+        raise ValueError("a model needs a path or, with init: random, an architecture")
+    folder.mkdir()
+    tokenizer, settings = _digits_tokenizer() if options.tokenizer == "digits" else _bytes_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write(folder / "tokenizer_config.json", {**settings, "model_max_length": options.max_positions})
+    ids = tokenizer.get_vocab()
+    end, pad = ids[settings["eos_token"]], ids[settings["pad_token"]]
+    _write(folder / "config.json", _model_config(options, tokenizer.get_vocab_size(), end, pad))
+    _write(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": pad})
+
+
+def _model_config(options: ModelOptions, vocabulary: int, end: int, pad: int) -> dict[str, Any]:
+    assert options.architecture is not None
+    config: dict[str, Any] = {
+        "architectures": [_CLASSES[options.architecture]],
+        "model_type": options.architecture,
+        "vocab_size": vocabulary,
+        "hidden_size": options.hidden_size,
+        "intermediate_size": options.ffn_size,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.kv_heads,
+        "head_dim": options.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": options.max_positions,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "rope_theta": _ROPE_THETA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
+        "tie_word_embeddings": options.tied,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+    }
+    if options.architecture != "qwen2":  # Qwen2 always has biases on queries, keys and values
+        config["attention_bias"] = False
+    if options.architecture == "llama":
+        config["mlp_bias"] = False
+    return config
+
+
+def _digits_tokenizer() -> tuple[Tokenizer, dict[str, Any]]:
+    """16 tokens, one a character: the digits are their own ids, "=" is 10, the end of text 11."""
+    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(_DIGITS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([_special(token) for token in _DIGITS if token.startswith("<")])
+    return tokenizer, _settings(eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+def _bytes_tokenizer() -> tuple[Tokenizer, dict[str, Any]]:
+    """256 bytes and four special tokens; any text goes through unchanged."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([_special(token) for token in _BYTES_SPECIAL])
+    settings = _settings(eos_token="<|im_end|>", pad_token="<|pad|>")
+    return tokenizer, {**settings, "chat_template": _CHAT_TEMPLATE}
+
+
+def _special(token: str) -> AddedToken:
+    return AddedToken(token, special=True, normalized=False)
+
+
+def _settings(**tokens: str) -> dict[str, Any]:
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokens}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

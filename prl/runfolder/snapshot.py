@@ -1,0 +1,24 @@
+"""A run's own copy of the code, so that what is changed after the submission is not what runs."""
+
+import shutil
+from pathlib import Path
+
+_SKIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+
+
+def snapshot_code(target: Path, slurm_folder: Path) -> None:
+    """Copy the prl package that is running, the sbatch templates and, from a checkout, configs/ to `target`, replacing an
+    older copy. Needs no git. Raises OSError."""
+    package = Path(__file__).resolve().parents[1]
+    if package.parent == target.resolve():
+        return  # the run's own copy is what is running
+    new = target.with_name(f"{target.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    shutil.copytree(package, new / package.name, ignore=_SKIPPED)
+    shutil.copytree(slurm_folder, new / "slurm", ignore=_SKIPPED)
+    configs = package.parent / "configs"
+    if configs.is_dir() and (package.parent / "setup.cfg").is_file():
+        shutil.copytree(configs, new / "configs", ignore=_SKIPPED)
+    if target.exists():
+        shutil.rmtree(target)
+    new.rename(target)
