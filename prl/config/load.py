@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -24,6 +24,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     path = Path(path)
     try:
         loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise ConfigError(f"{path}: expected sections such as run: and model:, found a list")
         for override in overrides:
             key, equals, _ = override.partition("=")
             if not equals or not key:
@@ -34,8 +36,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: no such file; the configs that come with prl are in configs/") from None
     except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{path}: expected sections such as run: and model:, found {_kind(plain)}")
+    assert isinstance(plain, dict)
     problems: list[str] = []
     config = _build(Config, plain, "", problems)
     if problems:

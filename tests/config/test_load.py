@@ -1,0 +1,88 @@
+"""Loading: every key known, every type right, every message naming the key and the way out."""
+
+import subprocess
+import sys
+
+import pytest
+
+from prl.config.load import ConfigError, dump, load, replace
+
+GOOD = """
+run: {steps: 10, stop_at_reward: 1}
+train: {learning_rate: 1e-3}
+domains: [{name: digits, weight: 2, options: {sizes: [1, 2], note: hello}}]
+cluster: {sbatch: {exclusive: true, mem: 10, constraint: h100}}
+"""
+
+
+def written(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_values_keep_their_types(tmp_path):
+    config = load(written(tmp_path, GOOD))
+    assert config.run.steps == 10
+    assert config.run.stop_at_reward == 1.0
+    assert isinstance(config.run.stop_at_reward, float)
+    assert config.train.learning_rate == 1e-3  # YAML 1.1 alone would read text here
+    assert config.domains[0].options == {"sizes": [1, 2], "note": "hello"}
+    assert config.cluster.sbatch == {"exclusive": True, "mem": 10, "constraint": "h100"}
+    assert config.cluster.nodes is None
+
+
+def test_dump_and_load_give_the_same_config(tmp_path):
+    config = load(written(tmp_path, GOOD))
+    assert load(written(tmp_path, dump(config))) == config
+
+
+def test_overrides_come_last(tmp_path):
+    config = load(written(tmp_path, GOOD), ["run.steps=7", "train.loss=reinforce"])
+    assert (config.run.steps, config.train.loss) == (7, "reinforce")
+    assert replace(config, run={"folder": "x"}).run.folder == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("run: {stepz: 1}", "unknown key run.stepz; did you mean run.steps?"),
+        ("trian: {}", "unknown key trian; did you mean train?"),
+        ("run: {steps: many}", "run.steps: expected a whole number, found text 'many'"),
+        ("run: {steps: 1.5}", "run.steps: expected a whole number, found a number 1.5"),
+        ("run: {steps: true}", "run.steps: expected a whole number, found true or false True"),
+        ("run: {stop_at_reward: high}", "run.stop_at_reward: expected a number, found text 'high'"),
+        ("run: {mode: both}", "run.mode: expected one of pipeline, conventional; found 'both'"),
+        ("run: 3", "run: expected keys and values, found a whole number"),
+        ("domains: digits", "domains: expected a list, found text"),
+        ("domains: [{weight: 1}]", "domains[0].name is missing"),
+        ("domains: [{name: digits, wieght: 1}]", "unknown key domains[0].wieght; did you mean domains[0].weight?"),
+        ("cluster: {sbatch: {mem: [1]}}", "cluster.sbatch.mem: expected"),
+        ("[1, 2]", "expected sections such as run: and model:, found a list"),
+        ("run: {steps: [", "config.yaml"),
+        ("run: {steps: \"${nothing}\"}", "nothing"),
+    ],
+)
+def test_bad_input_names_the_key(tmp_path, text, expected):
+    with pytest.raises(ConfigError) as caught:
+        load(written(tmp_path, text))
+    assert expected in str(caught.value)
+
+
+def test_all_problems_come_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load(written(tmp_path, "run: {stepz: 1, seed: x}\ntrain: {lr: 1}"))
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_missing_file_and_a_bad_override(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigError, match="write key=value"):
+        load(written(tmp_path, GOOD), ["run.steps"])
+
+
+def test_loading_imports_no_engine():
+    code = "import sys, prl.config.load; print([m for m in ('torch', 'vllm', 'megatron', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,219 @@
+"""The control plane over real sockets: the token, joins, heartbeats, deadlines, failures."""
+
+import asyncio
+import threading
+
+import aiohttp
+import pytest
+
+from prl.control.client import ControlClient, ControlError
+from prl.control.options import ControlOptions
+from prl.control.ports import free_port
+from prl.control.server import Bell, ControlServer
+from prl.control.threaded import ThreadedClient
+from prl.control.token import authorization, create_token, is_authorized, read_token
+
+TOKEN = "a-token"
+OPTIONS = ControlOptions(heartbeat_s=0.05, lost_after_s=0.5)
+
+
+class Events:
+    def __init__(self):
+        self.joined, self.failed = [], []
+
+
+async def started(handlers=None, clock=None):
+    events = Events()
+    arguments = {} if clock is None else {"clock": clock}
+    server = ControlServer(
+        TOKEN,
+        handlers or {},
+        on_join=lambda member: events.joined.append(member.name),
+        on_fail=lambda member, error, trace: events.failed.append((member.name, error)),
+        **arguments,
+    )
+    return server, await server.start("127.0.0.1"), events
+
+
+def test_the_token_file_is_private_and_round_trips(tmp_path):
+    token = create_token(tmp_path / "token")
+    assert read_token(tmp_path / "token") == token
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    assert is_authorized(authorization(token)["Authorization"], token)
+    assert not is_authorized(None, token)
+    assert not is_authorized(f"Bearer {token}x", token)
+
+
+def test_no_route_answers_without_the_token():
+    async def main():
+        server, url, _ = await started()
+        async with aiohttp.ClientSession() as session:
+            for path in ("", "join", "heartbeat", "fail", "nothing", "a/b", "%2e%2e"):
+                for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
+                    for method in ("GET", "POST", "PUT", "DELETE"):
+                        async with session.request(method, f"{url}/{path}", headers=headers) as response:
+                            assert response.status == 401, (method, path, headers)
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_malformed_calls_get_an_answer_that_says_what_is_wrong():
+    async def main():
+        server, url, _ = await started()
+        async with aiohttp.ClientSession(headers=authorization(TOKEN)) as session:
+            for path, data, status, words in (
+                ("nothing", b'{"role": "actor", "index": 0}', 404, "there are: fail, heartbeat, join"),
+                ("heartbeat", b"not json", 400, "expected a JSON object"),
+                ("heartbeat", b"[]", 400, "expected a JSON object"),
+                ("heartbeat", b'{"role": "actor"}', 400, "index"),
+                ("heartbeat", b'{"role": "actor", "index": 0}', 400, "progress"),
+            ):
+                async with session.post(f"{url}/{path}", data=data) as response:
+                    assert response.status == status
+                    assert words in await response.text()
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_join_heartbeats_and_stop():
+    async def main():
+        server, url, events = await started()
+        async with ControlClient(url, TOKEN, "actor", 3, OPTIONS) as client:
+            await client.join({"problems": {"digits": 5}})
+            assert events.joined == ["actor 3"]
+            assert server.of_role("actor")[0].facts == {"problems": {"digits": 5}}
+            client.progress("sampling")
+            member = server.members["actor", 3]
+            await until(lambda: member.doing == "sampling" and member.progress == 1)
+            server.stopping = True
+            await asyncio.wait_for(client.stopping.wait(), 5)
+            assert client.lost is None
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_a_silent_member_is_found_by_the_clock():
+    async def main():
+        now = [100.0]
+        server, url, _ = await started(clock=lambda: now[0])
+        async with ControlClient(url, TOKEN, "sampler", 0, OPTIONS) as client:
+            await client.call("join", {"pid": 1, "host": "h", "facts": {}}, deadline_s=5, reason="test")
+            assert server.silent(30) == []
+            now[0] += 31
+            assert [member.name for member in server.silent(30)] == ["sampler 0"]
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_a_call_to_nobody_ends_at_its_deadline_and_says_what_for():
+    async def main():
+        url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+        async with ControlClient(url, TOKEN, "actor", 0, OPTIONS) as client:
+            with pytest.raises(ControlError, match=r"within 0 s \(asking for work\)"):
+                await client.call("lease", {}, deadline_s=0.3, reason="asking for work")
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_call_survives_an_orchestrator_that_comes_late():
+    async def main():
+        port = free_port("127.0.0.1")
+        async with ControlClient(f"http://127.0.0.1:{port}", TOKEN, "actor", 0, OPTIONS) as client:
+            call = asyncio.create_task(client.join({}))
+            await asyncio.sleep(0.2)
+            server = ControlServer(TOKEN, {}, on_join=lambda m: None, on_fail=lambda m, e, t: None)
+            await server.start("127.0.0.1", port)
+            await asyncio.wait_for(call, 10)
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_a_lost_orchestrator_stops_the_process_with_the_cause():
+    async def main():
+        server, url, _ = await started()
+        async with ControlClient(url, TOKEN, "actor", 0, OPTIONS) as client:
+            await client.join({})
+            await server.close()
+            await asyncio.wait_for(client.stopping.wait(), 10)
+            assert "heartbeat" in str(client.lost)
+
+    asyncio.run(main())
+
+
+def test_a_wrong_token_is_refused_at_once():
+    async def main():
+        server, url, _ = await started()
+        async with ControlClient(url, "wrong", "actor", 0, OPTIONS) as client:
+            with pytest.raises(ControlError, match="401"):
+                await client.join({})
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
+def test_the_threaded_client_makes_the_same_calls_and_beats_while_its_caller_computes():
+    async def main():
+        async def echo(member, body):
+            return {"heard": body["word"], "from": member.name}
+
+        server, url, events = await started({"echo": echo})
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        answers = []
+
+        def work():
+            with ThreadedClient(url, TOKEN, "trainer", 1, OPTIONS) as client:
+                client.join({})
+                answers.append(client.call("echo", {"word": "hello"}, deadline_s=5, reason="test"))
+                client.progress("computing")
+                loop.call_soon_threadsafe(done.set)
+                finished.wait(5)
+                client.call("fail", {"error": "ValueError: no", "traceback": ""}, deadline_s=5, reason="test")
+
+        finished = threading.Event()
+        thread = threading.Thread(target=work)
+        thread.start()
+        await asyncio.wait_for(done.wait(), 10)
+        await until(lambda: server.members["trainer", 1].doing == "computing")
+        finished.set()
+        await asyncio.to_thread(thread.join, 5)
+        assert answers == [{"heard": "hello", "from": "trainer 1"}]
+        assert events.failed == [("trainer 1", "ValueError: no")]
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_the_bell_wakes_every_waiter_and_keeps_deadlines():
+    async def main():
+        bell, state = Bell(), {"step": 0}
+        waiters = [asyncio.create_task(bell.until(lambda k=k: state["step"] >= k, 5)) for k in (1, 2)]
+        await asyncio.sleep(0)
+        state["step"] = 1
+        bell.ring()
+        assert await waiters[0] is True
+        assert not waiters[1].done()
+        state["step"] = 2
+        bell.ring()
+        assert await waiters[1] is True
+        assert await bell.until(lambda: False, 0.05) is False
+
+    asyncio.run(main())
+
+
+def test_a_port_on_an_address_that_is_not_ours_says_so():
+    with pytest.raises(OSError, match=r"no free port on 192\.0\.2\.1"):
+        free_port("192.0.2.1")
+
+
+async def until(condition, timeout_s=5):
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout_s
+    while not condition():
+        assert loop.time() < end, "the condition never came to hold"
+        await asyncio.sleep(0.01)
