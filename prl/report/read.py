@@ -1,0 +1,236 @@
+"""What a run folder says, as plain data. Reads only, at any time: before the first step, while the run goes on, after it."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from prl.metrics import names
+from prl.metrics.events import Event, EventFollower
+from prl.runfolder.paths import RunFolder
+from prl.streams.ledger import read_ledger
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+
+class ReportError(Exception):
+    """The folder holds no run, or nothing that can be read."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the job. Without an exit.json it still runs, or was killed before it could write one."""
+
+    number: int
+    outcome: str | None  # "done", "failed", "cancelled", ...; None: no exit.json
+    cause: str
+    role: str | None  # whose failure it was
+    code: int | None
+    steps: int | None
+    started: float | None  # seconds since the epoch
+    ended: float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Events of one kind, one row a step, steps rising: where a step was done again after a resume, the later one counts."""
+
+    step: Int64  # [n]
+    time: Float64  # [n], seconds since the epoch
+    attempt: Int64  # [n]
+    columns: Mapping[str, Float64]  # [n] each, NaN where a row has no such value
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def column(self, name: str) -> Float64:
+        return self.columns.get(name, np.full(len(self), np.nan))
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    attempt: int
+    time: float
+
+
+@dataclass(frozen=True)
+class UsageSeries:
+    """Cumulative processor seconds and resident memory of one process of one attempt."""
+
+    attempt: int
+    role: str
+    process: str  # "sampler 0"
+    time: Float64  # [n]
+    cpu_s: Float64  # [n]
+    max_rss_bytes: Float64  # [n]
+
+
+@dataclass(frozen=True)
+class FolderSize:
+    name: str  # relative to the run folder
+    files: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    path: Path
+    config: Mapping[str, Any]  # config.yaml as it stands; empty where there is none
+    attempts: Sequence[Attempt]
+    steps: Table
+    weights: Table  # commits of versions
+    evaluations: Mapping[str, Table]  # by domain
+    phases: Sequence[Phase]
+    usage: Sequence[UsageSeries]
+    discards: Mapping[str, int]  # rollouts by reason
+    sizes: Sequence[FolderSize]
+    newest_event: float | None  # seconds since the epoch
+
+
+def read_run(path: Path | str) -> RunRecord:
+    """Read a run folder. Raises ReportError where it is none."""
+    run = RunFolder(path)
+    if not run.path.is_dir():
+        raise ReportError(f"{path}: no such folder; give the run folder that prl-submit printed")
+    attempts = run.attempts()
+    if not run.config.is_file() and not attempts:
+        raise ReportError(
+            f"{path}: this is no run folder: it has neither config.yaml nor attempt_001. Runs are usually in runs/"
+        )
+    events = EventFollower(run.metrics).read()
+    return RunRecord(
+        path=run.path.resolve(),
+        config=_read_config(run.config),
+        attempts=tuple(_read_attempt(run, number) for number in attempts),
+        steps=table_of(event for event in events if event.kind == names.STEP),
+        weights=table_of(event for event in events if event.kind == names.WEIGHTS),
+        evaluations=_evaluations(events),
+        phases=_phases(events),
+        usage=_usage(events),
+        discards=_discards(run),
+        sizes=_sizes(run.path),
+        newest_event=max((event.time for event in events), default=None),
+    )
+
+
+def table_of(events: Iterable[Event]) -> Table:
+    """Events with a step as a table, one row a step."""
+    rows: dict[int, Event] = {}
+    for event in sorted(events, key=lambda event: event.attempt):  # stable: the order of the file within an attempt
+        if event.step is not None:
+            rows[event.step] = event
+    ordered = [rows[step] for step in sorted(rows)]
+    return Table(
+        step=np.array([row.step for row in ordered], np.int64),
+        time=np.array([row.time for row in ordered], np.float64),
+        attempt=np.array([row.attempt for row in ordered], np.int64),
+        columns={
+            name: np.array([row.values.get(name, np.nan) for row in ordered], np.float64)
+            for name in sorted({name for row in ordered for name in row.values})
+        },
+    )
+
+
+def _evaluations(events: Iterable[Event]) -> Mapping[str, Table]:
+    domains: dict[str, list[Event]] = {}
+    for event in events:
+        if event.kind == names.EVALUATION:
+            domains.setdefault(event.labels.get("domain", ""), []).append(event)
+    return {domain: table_of(found) for domain, found in sorted(domains.items())}
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    # Not prl.config.load: a run of another version of prl, with other keys, has a report too.
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError:
+        return {}
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ReportError(f"{path}: not a configuration: {error}") from error
+    if not isinstance(plain, dict):
+        raise ReportError(f"{path}: expected sections such as run: and model:")
+    return {str(key): value for key, value in plain.items()}
+
+
+def _read_attempt(run: RunFolder, number: int) -> Attempt:
+    path = run.exit(number)
+    try:
+        facts = json.loads(path.read_text())
+    except FileNotFoundError:
+        return Attempt(number, None, "", None, None, None, None, None)
+    except ValueError as error:
+        raise ReportError(f"{path}: not JSON: {error}") from error
+    return Attempt(
+        number=number,
+        outcome=str(facts.get("outcome", "unknown")),
+        cause=str(facts.get("cause") or ""),
+        role=facts.get("role"),
+        code=facts.get("code"),
+        steps=facts.get("steps"),
+        started=facts.get("started"),
+        ended=facts.get("ended"),
+    )
+
+
+def _phases(events: Iterable[Event]) -> Sequence[Phase]:
+    phases = [Phase(event.labels.get("name", "?"), event.attempt, event.time) for event in events if event.kind == names.PHASE]
+    return tuple(sorted(phases, key=lambda phase: (phase.attempt, phase.time)))
+
+
+def _usage(events: Iterable[Event]) -> Sequence[UsageSeries]:
+    rows: dict[tuple[int, str, str], list[Event]] = {}
+    for event in events:
+        if event.kind == names.USAGE:
+            role = event.labels.get("role", event.role)
+            process = event.labels.get("process", f"{role} {event.index}")
+            rows.setdefault((event.attempt, role, process), []).append(event)
+    return tuple(
+        UsageSeries(
+            *key,
+            time=np.array([event.time for event in found], np.float64),
+            cpu_s=np.array([event.values.get(names.CPU_S, np.nan) for event in found], np.float64),
+            max_rss_bytes=np.array([event.values.get(names.MAX_RSS_BYTES, np.nan) for event in found], np.float64),
+        )
+        for key, found in sorted(rows.items())
+    )
+
+
+def _discards(run: RunFolder) -> Mapping[str, int]:
+    counts: dict[str, int] = {}
+    for number in run.attempts():
+        if run.ledger(number).is_dir():
+            for event in read_ledger(run.ledger(number)):
+                if event.kind == "discarded":
+                    counts[event.reason] = counts.get(event.reason, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _sizes(run: Path) -> Sequence[FolderSize]:
+    """Files and bytes of each folder at the top, with streams/ split into its own."""
+    folders = [folder for folder in sorted(run.iterdir()) if folder.is_dir() and not folder.is_symlink()]
+    split = [part for part in folders if part.name == "streams"]
+    parts = [folder for folder in folders if folder not in split]
+    parts += [inner for folder in split for inner in sorted(folder.iterdir()) if inner.is_dir()]
+    return tuple(_size(run, part) for part in parts)
+
+
+def _size(run: Path, folder: Path) -> FolderSize:
+    files = size_bytes = 0
+    for parent, _, found in os.walk(folder):
+        for name in found:
+            try:
+                size_bytes += os.lstat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:  # a temporary file of the running job
+                continue
+            files += 1
+    return FolderSize(str(folder.relative_to(run)), files, size_bytes)

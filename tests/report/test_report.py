@@ -1,0 +1,196 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from prl.cli.report import main
+from prl.flow.events import LedgerEvent
+from prl.flow.ids import RolloutId
+from prl.flow.versions import Version
+from prl.metrics.events import MetricsWriter
+from prl.report.read import ReportError, read_run
+from prl.report.render import render, sparkline
+from prl.report.summary import RUNNING_FOR_S, as_json, summarize
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.publish import publish_json
+from prl.streams.ledger import LedgerWriter
+
+T0 = 1_800_000_000.0
+
+
+def new_run(tmp_path, attempts=1):
+    run = RunFolder(tmp_path / "demo")
+    run.create()
+    run.config.write_text("run: {name: demo, steps: 8, mode: pipeline, max_lag: 4}\nkey_of_another_version: 1\n")
+    for number in range(1, attempts + 1):
+        run.logs(number).mkdir(parents=True)
+    return run
+
+
+def write_step(writer, step, *, time, wait_s=1.0, lag=0, reward=None):
+    values = {
+        "train/loss": 0.5,
+        "train/tokens": 100,
+        "train/step_s": 4.0,
+        "train/wait_s": wait_s,
+        "train/send_s": 0.5,
+        "train/lag_mean": lag,
+        "train/lag_max": lag,
+        "data/reward_mean": step / 10 if reward is None else reward,
+        "data/rollouts": 16,
+        "data/mixed_version_share": 0.25,
+    }
+    writer.write(values, step=step, kind="step", time=time)
+    writer.write({"weights/pause_s": step / 500, "weights/receive_s": 0.2}, step=step, kind="weights", time=time)
+
+
+def end(run, number, outcome="done", cause="all 8 steps trained", role=None, code=0, steps=4):
+    facts = {"outcome": outcome, "cause": cause, "role": role, "code": code, "steps": steps}
+    publish_json(run.exit(number), {**facts, "started": T0, "ended": T0 + 100})
+
+
+def test_a_finished_run(tmp_path):
+    run = new_run(tmp_path)
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+        for name, after_s in (("starting", 0), ("seeding", 20), ("running", 23.5)):
+            writer.write({}, kind="phase", labels={"name": name}, time=T0 + after_s)
+        for step in (1, 2, 3, 4):
+            write_step(writer, step, time=T0 + 24 + 4 * step, lag=step % 2)
+        for step, reward in ((0, 0.06), (2, 0.4), (4, 0.9)):
+            writer.write({"eval/reward_mean": reward}, step=step, kind="evaluation", labels={"domain": "digits"}, time=T0)
+        for index, cpu_s in ((0, 7.0), (1, 8.0)):
+            labels = {"role": "trainer", "process": f"trainer {index}"}
+            writer.write({"usage/cpu_s": cpu_s, "usage/max_rss_bytes": 1e9 + index}, kind="usage", labels=labels)
+    end(run, 1)
+    summary = summarize(read_run(run.path), now=T0 + 10_000)
+
+    assert (summary.outcome, summary.code, summary.steps, summary.steps_planned) == ("done", 0, 4, 8)
+    assert summary.duration_s == 100
+    assert summary.start_up == [("starting", 0.0), ("seeding", 20.0), ("running", 23.5)]
+    assert summary.rewards == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    assert summary.evaluations == {"digits": [(0, 0.06), (2, 0.4), (4, 0.9)]}
+    assert (summary.lag_mean, summary.lag_max) == (0.5, 1.0)
+    assert summary.trained_tokens_per_s == 400 / 16
+    assert summary.rollouts_per_s == 64 / 16
+    shares = summary.trainer_time
+    assert (shares.waiting, shares.sending, shares.computing) == (0.25, 0.125, 0.625)
+    assert (summary.pause_s.p50, summary.pause_s.max) == (pytest.approx(0.005), 0.008)
+    assert summary.pause_s.p95 == pytest.approx(0.0077)  # 0.95 of the way over 4 values: between the third and the fourth
+    (trainer,) = summary.usage
+    assert (trainer.processes, trainer.cpu_s, trainer.max_rss_bytes) == (2, 15.0, 1e9 + 1)
+    assert summary.gap_s is None
+
+    text = render(summary)
+    assert "demo: done (exit code 0)" in text
+    assert "starting at 0.0 s, seeding at 20.0 s, running at 23.5 s" in text
+    assert "best      0.900 at step 4" in text
+    assert "computing 62.5 %, waiting for data 25 %, sending weights 12.5 %" in text
+    assert "p50 5.0 ms, p95 7.7 ms, max 8.0 ms" in text
+    assert str(run.path.resolve()) in text
+    assert json.loads(json.dumps(as_json(summary), allow_nan=False))["lag_mean"] == 0.5
+
+
+def test_a_resumed_run_counts_each_step_once_and_lists_its_attempts(tmp_path):
+    run = new_run(tmp_path, attempts=2)
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+        for step in (1, 2, 3):
+            write_step(writer, step, time=T0 + step, reward=0.1)
+    end(run, 1, "failed", "trainer 0 was ended by SIGKILL", "trainer", 1, steps=3)
+    with MetricsWriter(run.metrics, "orchestrator", 0, 2) as writer:
+        for step in (3, 4):
+            write_step(writer, step, time=T0 + 10 + step, reward=0.7)
+    end(run, 2)
+    record = read_run(run.path)
+    assert record.steps.step.tolist() == [1, 2, 3, 4]
+    assert record.steps.attempt.tolist() == [1, 1, 2, 2]
+    summary = summarize(record, T0)
+    assert [reward for _, reward in summary.rewards] == [0.1, 0.1, 0.7, 0.7]
+    text = render(summary)
+    assert "attempt 1   failed: trainer 0 was ended by SIGKILL" in text
+    assert "attempt 2   done" in text
+
+
+def test_a_run_that_goes_on_and_one_that_was_lost(tmp_path):
+    run = new_run(tmp_path)
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+        write_step(writer, 1, time=T0)
+    with open(run.metrics / "orchestrator-0.jsonl", "a") as file:
+        file.write('{"time": 18')  # being written
+    record = read_run(run.path)
+    assert summarize(record, T0 + 3).outcome == "running"
+    lost = summarize(record, T0 + RUNNING_FOR_S + 1)
+    assert lost.outcome == "lost"
+    assert "killed" in lost.cause
+
+
+def test_a_run_that_failed_at_its_start(tmp_path):
+    run = new_run(tmp_path)
+    end(run, 1, "failed", "waited 300 s for these processes to join: sampler 0", "sampler", 1, steps=0)
+    text = render(summarize(read_run(run.path), T0))
+    assert "demo: failed (exit code 1)" in text
+    assert "waited 300 s for these processes to join: sampler 0 [sampler]" in text
+    assert "steps       0 of 8" in text
+
+
+def test_a_run_that_was_submitted_only(tmp_path):
+    run = new_run(tmp_path, attempts=0)
+    summary = summarize(read_run(run.path), T0)
+    assert summary.outcome == "not started"
+    assert as_json(summary)["lag_mean"] is None
+    assert "no attempt has begun" in render(summary)
+
+
+def test_discards_are_counted_by_reason(tmp_path):
+    run = new_run(tmp_path)
+
+    def event(number, kind, reason=""):
+        return LedgerEvent(RolloutId(0, "digits/1", 1, number, 0), kind, Version(0, 0), -1, reason)
+
+    ledger = LedgerWriter(run.ledger(1))
+    ledger.append([event(k, "issued") for k in range(4)])
+    ledger.append([event(0, "discarded", "too old"), event(1, "discarded", "late"), event(2, "discarded", "late")])
+    ledger.close()
+    assert dict(read_run(run.path).discards) == {"late": 2, "too old": 1}
+    assert "2  late" in render(summarize(read_run(run.path), T0))
+
+
+def test_the_lag_histogram_and_the_folder_sizes(tmp_path):
+    run = new_run(tmp_path)
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+        writer.write({"train/lag_0": 30, "train/lag_2": 10}, step=1, kind="step")
+        writer.write({"train/lag_0": 20, "train/lag_1": 40, "train/lag_mean": 0.6}, step=2, kind="step")
+    (run.steps / "a.arrow").write_bytes(b"x" * 1500)
+    (run.steps / "b.arrow").write_bytes(b"x" * 500)
+    summary = summarize(read_run(run.path), T0)
+    assert summary.lag_shares == {0: 0.5, 1: 0.4, 2: 0.1}
+    assert summary.files["streams/steps"] == (2, 2000)
+    assert "0: 50 %   1: 40 %   2: 10 %" in render(summary)
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_text("x")])
+def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, make):
+    make(tmp_path / "other")
+    with pytest.raises(ReportError, match="run"):
+        read_run(tmp_path / "other")
+    assert main([str(tmp_path / "other")]) == 1
+    assert str(tmp_path / "other") in capsys.readouterr().err
+
+
+def test_the_command_prints_text_and_json(tmp_path):
+    run = new_run(tmp_path)
+    end(run, 1)
+    command = [sys.executable, "-m", "prl.cli.report", str(run.path)]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert text.startswith("demo: done")
+    plain = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert json.loads(plain)["attempts"][0]["cause"] == "all 8 steps trained"
+
+
+def test_sparkline():
+    assert sparkline([]) == ""
+    assert sparkline([0.5]) == "▁"
+    assert sparkline([0, 0.5, 1]) == "▁▅█"
+    assert len(sparkline(list(np.linspace(0, 1, 1000)))) == 60
+    assert sparkline([1, 3, 5, 7], columns=2) == "▁█"
