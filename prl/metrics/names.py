@@ -83,4 +83,5 @@ MAX_RSS_BYTES = "usage/max_rss_bytes"
 
 # Phases that benchmarks measure from; any others may be written too and show up in the report.
 COMMAND = "command"  # prl-submit's own start (the creation time of its process)
+FIRST_ROLLOUT_REQUEST = "first rollout request"
 RUNNING = "running"  # the first version is everywhere: rollouts are handed out
