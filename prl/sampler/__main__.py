@@ -1,0 +1,27 @@
+"""A sampler: vLLM's server, started by the node agent as `python -m prl.sampler`."""
+
+import asyncio
+
+from prl.control.child import Child, run_child
+from prl.control.client import ControlClient
+from prl.sampler.server import prepare_environment, server_arguments, serving
+
+
+async def main(child: Child, client: ControlClient) -> None:
+    options = child.config.sample
+    if child.port is None:
+        raise ValueError("PRL_PORT is not set: a sampler needs a port to serve on")
+    gpu = prepare_environment(options, child.host)
+    arguments = server_arguments(str(child.run.model), child.host, child.port, options, gpu)
+    async with serving(arguments, child.token, child.config.weights.update_s) as server:
+        await client.join({"url": server.url, "workers": options.tensor_parallel})
+        client.progress("serving")
+        stopping = asyncio.create_task(client.stopping.wait())
+        await asyncio.wait({stopping, server.ended}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if server.ended.done():
+            raise RuntimeError(f"{server.ended.result()}: see this process's log")
+
+
+if __name__ == "__main__":
+    run_child(main)

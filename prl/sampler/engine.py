@@ -1,0 +1,210 @@
+"""The weight-transfer engine in each of vLLM's workers: receive in a thread, verify, then copy into the live parameters.
+
+Tokens go on being sampled while a version arrives into staged tensors. What was staged is digested and reported to the
+orchestrator; the commit then only copies, inside a pause, and digests the live parameters before any token of the new
+version counts. Parameters keep their storage, so nothing has to be rebuilt.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from prl.control.child import Child, child_from_environment
+from prl.control.client import ControlClient
+from prl.flow.versions import Version
+from prl.sampler.placement import Placement, place
+from prl.weights import digest
+from prl.weights.plan import TensorSpec, from_json
+from prl.weights.transport import SamplerEnd, TransportError
+
+
+@dataclass(kw_only=True)
+class ConnectInfo(WeightTransferInitInfo):
+    """Where the group of an epoch meets. `tensors`, where given, are checked against the model at once."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    epoch: int
+    timeout_s: float
+    tensors: list[list[Any]] | None = None
+
+
+@dataclass(kw_only=True)
+class ReceiveInfo(WeightTransferUpdateInfo):
+    """The version that comes next over the group of `epoch`."""
+
+    lineage: int
+    step: int
+    epoch: int
+    tensors: list[list[Any]]
+    bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class Staged:
+    version: Version
+    tensors: dict[str, torch.Tensor]
+    placements: list[Placement]
+    digest: int
+
+
+class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):
+    """One thread owns everything that waits for the trainer; vLLM's own thread only arms it and copies."""
+
+    init_info_cls = ConnectInfo
+    update_info_cls = ReceiveInfo
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        if self.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError("in-flight weight updates with pipeline parallelism give wrong log-probs: set it to 1")
+        self._child: Child = child_from_environment()
+        self._end: SamplerEnd | None = None
+        self._no_group = "this sampler was never connected"  # why there is none, for the next report
+        self._epoch = -1
+        self._staged: Staged | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="weights", daemon=True).start()
+
+    # What vLLM's worker calls.
+
+    def init_transfer_engine(self, init_info: ConnectInfo) -> None:
+        if init_info.tensors is not None:
+            self._place(from_json(init_info.tensors))
+        self._epoch = init_info.epoch
+        self._jobs.put(lambda: self._connect(init_info))
+
+    def start_weight_update(self) -> None:
+        """Nothing: the parameters stay as they are until the commit."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Arm the receiver and return; the base class would wait for an accelerator here."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: ReceiveInfo) -> None:
+        if update_info.epoch != self._epoch:
+            raise ValueError(f"receive in epoch {update_info.epoch}, but this sampler was connected in epoch {self._epoch}")
+        specs = from_json(update_info.tensors)
+        placements = self._place(specs)
+        self._staged = None
+        self._jobs.put(lambda: self._receive(update_info, specs, placements))
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        """Copy what was staged into the live parameters."""
+        assert self._staged is not None, "commit without a staged version"
+        for placement in self._staged.placements:
+            placement.live.copy_(placement.shard(self._staged.tensors[placement.spec.name]), non_blocking=True)
+
+    def shutdown(self) -> None:
+        self._jobs.put(self._disconnect)
+
+    # What our worker extension calls.
+
+    def staged(self) -> tuple[str, int] | None:
+        """Label and digest of what was received last; None while nothing is complete."""
+        return None if self._staged is None else (str(self._staged.version), self._staged.digest)
+
+    def live_digest(self) -> int:
+        """Recomputed from the live parameters: this worker's share of the version's digest. Raises ValueError where the
+        shards that another worker counts differ from what was staged. Frees what was staged."""
+        assert self._staged is not None, "live digest before a version was staged"
+        staged, self._staged = self._staged, None
+        for placement in staged.placements:
+            if not placement.counted and not _same_bits(placement.live, placement.shard(staged.tensors[placement.spec.name])):
+                raise ValueError(f"{placement.spec.name}: the live copy differs from what was received")
+        return digest.total(placement.digest() for placement in staged.placements if placement.counted)
+
+    # What the thread does.
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get()()
+
+    def _connect(self, info: ConnectInfo) -> None:
+        """A failure shows with the next receive, which the orchestrator waits for."""
+        self._disconnect()
+        parallel = self.parallel_config
+        rank = info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        try:
+            self._end = SamplerEnd(
+                info.master_address, info.master_port, rank, info.world_size, info.epoch, info.timeout_s, self.device
+            )
+        except TransportError as error:
+            self._no_group = str(error)
+            print(f"prl.sampler: {error}", flush=True)
+
+    def _disconnect(self) -> None:
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+
+    def _receive(self, info: ReceiveInfo, specs: list[TensorSpec], placements: list[Placement]) -> None:
+        version = Version(info.lineage, info.step)
+        began = time.monotonic()
+        try:
+            if self._end is None:
+                raise TransportError(f"no group for version {version}: {self._no_group}")
+            tensors = self._end.receive(specs, info.bucket_bytes, self._child.config.weights.update_s)
+            receive_s = time.monotonic() - began
+            staged = Staged(version, tensors, placements, digest.digest(tensors))
+            self._staged = staged
+            report: dict[str, Any] = {"digest": str(staged.digest), "receive_s": receive_s}
+        except Exception as error:  # whatever it was, the orchestrator must hear of it: it waits for this report
+            traceback.print_exc()
+            self._disconnect()
+            self._no_group = f"the last transfer failed: {error}"
+            report = {"error": f"{type(error).__name__}: {error}"}
+        try:
+            asyncio.run(self._report({"lineage": info.lineage, "step": info.step, **report}))
+        except Exception:  # the thread lives on; the orchestrator's deadline for `staged` tells of the loss
+            traceback.print_exc()
+
+    async def _report(self, body: dict[str, Any]) -> None:
+        child = self._child
+        where = {"replica": child.index, "worker": self.parallel_config.rank}
+        async with ControlClient(child.control_url, child.token, child.role, child.index, child.config.control) as client:
+            await client.call(
+                "staged", where | body, deadline_s=child.config.weights.update_s, reason="reporting a staged version"
+            )
+
+    def _place(self, specs: list[TensorSpec]) -> list[Placement]:
+        return place(self.model, bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False)), specs)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker, so that each step of an update is one call."""
+
+    weight_transfer_engine: InPlaceEngine
+
+    def prl_receive(self, update_info: dict[str, Any]) -> None:
+        """Arm the receiver; a version that was staged or is on its way and was never committed is given up."""
+        if not self._weight_update_active:  # type: ignore[attr-defined]  # the worker's own flag
+            self.start_weight_update()  # type: ignore[attr-defined]
+        self.update_weights(update_info)  # type: ignore[attr-defined]
+
+    def prl_staged(self) -> dict[str, str]:
+        staged = self.weight_transfer_engine.staged()
+        return {} if staged is None else {"version": staged[0], "digest": str(staged[1])}
+
+    def prl_commit(self) -> dict[str, str]:
+        """Copy, then digest the live parameters: {"digest": ...} or {"error": ...}."""
+        self.finish_weight_update()  # type: ignore[attr-defined]
+        try:
+            return {"digest": str(self.weight_transfer_engine.live_digest())}
+        except ValueError as error:
+            return {"error": str(error)}

@@ -1,0 +1,176 @@
+"""Where each tensor of Hugging Face's naming lies in a sampler's live parameters.
+
+vLLM fuses q, k, v and gate, up into one parameter each, pads the vocabulary and, with tensor parallelism, holds a shard of
+rows or columns. A placement is a view of that part of a live parameter which a tensor (or a shard of it) fills, so that
+new weights are copied in and the live state is digested under the names that the trainer knows. What is not understood is
+refused: half a model must never be served.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from prl.weights import digest
+from prl.weights.plan import TensorSpec
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`live` holds elements [start, start + live.shape[dim]) along `dim` of the whole tensor; all of the other dimension.
+    `counted`: this worker adds it to the digest (of shards that several workers hold, one does)."""
+
+    spec: TensorSpec
+    live: torch.Tensor
+    dim: int
+    start: int
+    counted: bool
+
+    def shard(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.narrow(self.dim, self.start, self.live.shape[self.dim]) if whole.dim() else whole
+
+    def digest(self) -> torch.Tensor:
+        """What the live elements add to the version's digest."""
+        if self.dim == 1 and self.live.shape[1] != self.spec.shape[1]:
+            return digest.columns(self.spec.name, self.live, self.start, self.spec.shape[1])
+        row_elements = self.spec.elements // self.spec.shape[0] if self.spec.shape and self.spec.shape[0] else 0
+        return digest.part(self.spec.name, self.live, self.start * row_elements if self.dim == 0 else 0)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a tensor goes in one parameter: rows [at, at + size) of it (dim 0), or all of it."""
+
+    whole_shape: tuple[int, ...]  # the full tensor as the trainer has it
+    at: int
+    size: int
+    dim: int
+    start: int
+    counted: bool
+
+
+def place(model: torch.nn.Module, tied: bool, specs: Sequence[TensorSpec]) -> list[Placement]:
+    """Placements of all tensors of a version. Raises ValueError that names the tensors or parameters which do not fit:
+    unknown names, other dtypes or shapes, parameters that no tensor fills."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    whole_of = {part: (fusion, number) for fusion, parts in fused.items() for number, part in enumerate(parts)}
+    placements, faults = [], []
+    for spec in specs:
+        try:
+            placements.append(_place_one(modules, whole_of, spec))
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise ValueError(f"{len(faults)} of {len(specs)} tensors do not fit the sampler's model: {'; '.join(faults[:5])}")
+    placements += _untied_copies(modules, tied, placements)
+    _check_complete(model, placements)
+    return placements
+
+
+def _place_one(modules: Mapping[str, torch.nn.Module], whole_of: Mapping[str, tuple[str, int]], spec: TensorSpec) -> Placement:
+    path, _, leaf = spec.name.rpartition(".")
+    parent, _, last = path.rpartition(".")
+    part: int | None = None
+    module = modules.get(path)
+    if module is None and last in whole_of:
+        fusion, part = whole_of[last]
+        module = modules.get(f"{parent}.{fusion}" if parent else fusion)
+    parameter = getattr(module, leaf, None) if module is not None else None
+    if module is None or not isinstance(parameter, torch.nn.Parameter):
+        raise ValueError(f"{spec.name} is no parameter of {type(modules['']).__name__}")
+    target = _target(module, parameter, part, spec)
+    if target.whole_shape != spec.shape:
+        raise ValueError(f"{spec.name} has shape {spec.shape}, the sampler needs {target.whole_shape}")
+    if str(parameter.dtype) != f"torch.{spec.dtype}":
+        raise ValueError(f"{spec.name} is {spec.dtype}, the sampler holds {parameter.dtype}: send sample.dtype")
+    live = parameter.data.narrow(0, target.at, target.size) if parameter.dim() else parameter.data
+    return Placement(spec, live, target.dim, target.start, target.counted)
+
+
+def _target(module: torch.nn.Module, parameter: torch.nn.Parameter, part: int | None, spec: TensorSpec) -> _Target:
+    rest = tuple(parameter.shape[1:])
+    rows = parameter.shape[0] if parameter.dim() else 1
+    match module:
+        case VocabParallelEmbedding():
+            if module.num_added_embeddings:
+                raise ValueError(f"{spec.name}: added (LoRA) vocabulary is not supported")
+            indices = module.shard_indices
+            return _Target((module.org_vocab_size, *rest), 0, indices.num_org_elements, 0, indices.org_vocab_start_index, True)
+        case QKVParallelLinear() if part is not None and type(module) is QKVParallelLinear:
+            heads = (module.num_heads, module.num_kv_heads, module.num_kv_heads)
+            widths = (module.head_size, module.head_size, module.v_head_size)
+            sizes = [count * width for count, width in zip(heads, widths, strict=True)]
+            replicas = 1 if part == 0 else module.num_kv_head_replicas
+            total = (module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads)[part] * widths[part]
+            _check_rows(spec, rows, sum(sizes))
+            start = module.tp_rank // replicas * sizes[part]
+            return _Target((total, *rest), sum(sizes[:part]), sizes[part], 0, start, module.tp_rank % replicas == 0)
+        case MergedColumnParallelLinear() if part is not None and type(module) is MergedColumnParallelLinear:
+            sizes = [size // module.tp_size for size in module.output_sizes]
+            _check_rows(spec, rows, sum(sizes))
+            return _Target(
+                (module.output_sizes[part], *rest), sum(sizes[:part]), sizes[part], 0, module.tp_rank * sizes[part], True
+            )
+        case RowParallelLinear() if parameter.dim() == 2:
+            start = module.tp_rank * parameter.shape[1]
+            return _Target((rows, parameter.shape[1] * module.tp_size), 0, rows, 1, start, True)
+        case ColumnParallelLinear() if part is None and type(module) is ColumnParallelLinear:
+            return _Target((rows * module.tp_size, *rest), 0, rows, 0, module.tp_rank * rows, True)
+        case _ if part is None and (
+            type(module).__name__.endswith("Norm") or isinstance(module, ReplicatedLinear | RowParallelLinear)
+        ):
+            rank = getattr(module, "tp_rank", None)
+            return _Target(tuple(parameter.shape), 0, rows, 0, 0, (_tensor_parallel_rank() if rank is None else rank) == 0)
+        case _:
+            raise ValueError(f"{spec.name}: writing into a {type(module).__name__} is not supported")
+
+
+def _check_rows(spec: TensorSpec, rows: int, expected: int) -> None:
+    if rows != expected:
+        raise ValueError(f"{spec.name}: the fused parameter has {rows} rows where {expected} were expected")
+
+
+def _tensor_parallel_rank() -> int:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def _untied_copies(modules: Mapping[str, torch.nn.Module], tied: bool, placements: Sequence[Placement]) -> list[Placement]:
+    """With tied embeddings the trainer sends one tensor; where vLLM holds the head apart it is filled from the same one."""
+    head = modules.get("lm_head")
+    weight = getattr(head, "weight", None)
+    if not tied or weight is None or any(p.live.data_ptr() == weight.data_ptr() for p in placements):
+        return []
+    embedding = [p for p in placements if p.spec.name.endswith("embed_tokens.weight")]
+    return [Placement(p.spec, weight.data.narrow(0, 0, p.live.shape[0]), 0, p.start, False) for p in embedding]
+
+
+def _check_complete(model: torch.nn.Module, placements: Sequence[Placement]) -> None:
+    """Every live parameter is filled, but for the rows that pad a vocabulary."""
+    filled: dict[int, int] = {}
+    for placement in placements:
+        storage = placement.live.untyped_storage().data_ptr()
+        filled[storage] = filled.get(storage, 0) + placement.live.numel()
+    padding = {
+        module.weight.untyped_storage().data_ptr(): (module.weight.shape[0] - module.shard_indices.num_org_elements)
+        * module.weight.shape[1]
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding)
+    }
+    lacking = []
+    for name, parameter in model.named_parameters():
+        storage = parameter.untyped_storage().data_ptr()
+        if filled.get(storage, 0) < parameter.numel() - padding.get(storage, 0):
+            lacking.append(name)
+    if lacking:
+        raise ValueError(f"no tensor fills these parameters of the sampler: {', '.join(lacking[:5])} ({len(lacking)} in all)")

@@ -1,0 +1,27 @@
+"""vLLM's plug-in of the samplers; the entry point `vllm.general_plugins` of setup.cfg runs `register` in every vLLM process."""
+
+ENGINE = "prl"
+
+
+def register() -> None:
+    """Make our weight-transfer engine known to vLLM. Runs several times a process."""
+    import torch
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory as Factory
+
+    if ENGINE not in Factory._registry:
+        Factory.register_engine(ENGINE, "prl.sampler.engine", "InPlaceEngine")
+    if not torch.cuda.is_available():
+        _keep_linear_weights_live()
+
+
+def _keep_linear_weights_live() -> None:
+    """On CPUs vLLM replaces the weights of linear layers by a packed copy of oneDNN's, which new weights would never reach.
+    Without oneDNN they stay parameters (in float32 equally fast). The flag is private, hence the check."""
+    import vllm._custom_ops as ops
+
+    if not hasattr(ops, "_supports_onednn"):
+        raise RuntimeError(
+            "vllm._custom_ops has no _supports_onednn: this vLLM is not the pinned 0.32.0, and without that flag weight updates "
+            "would not reach linear layers on CPUs. Install the pinned version (bash tools/setup.sh)"
+        )
+    ops._supports_onednn = False

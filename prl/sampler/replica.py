@@ -1,0 +1,83 @@
+"""One sampler's state: which version it serves, whether it may answer, and the steps of an update."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prl.flow.versions import Version
+from prl.weights.digest import MODULUS
+
+
+class CommitRefused(Exception):
+    """The version was not put into service; says why."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    version: Version
+    digest: int  # of the live parameters, all workers together
+    pause_s: float  # no token was sampled for so long
+
+
+class Replica:
+    """Drives vLLM's engine through updates. `closed` says why generation is refused; None while it is allowed."""
+
+    def __init__(self, engine: Any, update_s: float) -> None:
+        self.version: Version | None = None
+        self.closed: str | None = "this sampler has no weights yet: the first version was not committed"
+        self._engine = engine
+        self._update_s = update_s
+        self._lock = asyncio.Lock()
+
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        """Arm the building of a transfer group in every worker. Raises what the engine refuses, as an Exception with words."""
+        async with self._lock, asyncio.timeout(self._update_s):
+            await self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": dict(info)})
+
+    async def receive(self, info: Mapping[str, Any]) -> None:
+        """Arm the receiving of one version in every worker; the workers report to the orchestrator when it is staged."""
+        async with self._lock, asyncio.timeout(self._update_s):
+            await self._engine.collective_rpc("prl_receive", args=(dict(info),))
+
+    async def commit(self, version: Version, digest: int, clear_cache: bool) -> Commit:
+        """Pause, copy what is staged into the live parameters, label, verify, resume. Requests in flight go on over it,
+        with their KV cache unless `clear_cache`. Raises CommitRefused; where the digests differ the sampler stays closed."""
+        async with self._lock:
+            try:
+                async with asyncio.timeout(self._update_s):
+                    await self._check_staged(version, digest)
+                    return await self._swap(version, digest, clear_cache)
+            except TimeoutError:
+                self.closed = f"the commit of version {version} did not end within {self._update_s:.0f} s"
+                raise CommitRefused(self.closed) from None
+
+    async def _check_staged(self, version: Version, digest: int) -> None:
+        for worker, staged in enumerate(await self._engine.collective_rpc("prl_staged")):
+            if staged.get("version") != str(version):
+                raise CommitRefused(f"worker {worker} holds {staged.get('version', 'no staged version')}, not {version}")
+            if int(staged["digest"]) != digest:
+                await self._close(f"version {version} arrived in worker {worker} with digest {staged['digest']}, not {digest}")
+
+    async def _swap(self, version: Version, digest: int, clear_cache: bool) -> Commit:
+        core = self._engine.engine_core  # AsyncLLM.pause_generation would sleep 20 ms on top
+        began = time.perf_counter()
+        await core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        results = await self._engine.collective_rpc("prl_commit")
+        errors = [f"worker {worker}: {result['error']}" for worker, result in enumerate(results) if "error" in result]
+        live = sum(int(result.get("digest", 0)) for result in results) % MODULUS
+        if errors or live != digest:
+            why = "; ".join(errors) or f"the live parameters have digest {live}, not {digest}"
+            await self._close(f"version {version} is not what was sent: {why}")
+        # One call behind the other without waiting in between: the engine takes them in this order.
+        await asyncio.gather(core.set_weight_version_async(str(version)), core.resume_scheduler_async())
+        pause_s = time.perf_counter() - began
+        self.version, self.closed = version, None
+        return Commit(version, live, pause_s)
+
+    async def _close(self, reason: str) -> None:
+        """Refuse generation from now on and abort what is in flight: no further token may come from these weights."""
+        self.closed = reason
+        await self._engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
+        raise CommitRefused(reason)

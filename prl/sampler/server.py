@@ -1,0 +1,168 @@
+"""vLLM's own OpenAI server in this process, with our guard, our routes and our weight-transfer engine.
+
+vLLM is imported inside of functions: `prepare_environment` must come first, because it reads its environment at import.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from prl.sampler.options import SampleOptions
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A running server; `ended` finishes when the HTTP server or vLLM's engine does, for whatever reason."""
+
+    url: str
+    app: Any
+    ended: asyncio.Task[str]
+
+
+def prepare_environment(options: SampleOptions, host: str) -> bool:
+    """Set what vLLM takes from the environment and return whether there is a GPU. Values that are set already are kept, so
+    that a site can override them."""
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # torch reads it when it is imported
+    import torch
+
+    gpu = torch.cuda.is_available()
+    wanted = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_HOST_IP": host,
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if not gpu:
+        wanted |= {
+            "TORCHDYNAMO_DISABLE": "1",  # else the first request with log-probs compiles for 16 s
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" pins two engines to one core
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # the engine does not import everything anew
+        }
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    return gpu
+
+
+def server_arguments(model: str, host: str, port: int, options: SampleOptions, gpu: bool) -> list[str]:
+    """The command line of vLLM's server; `engine_args` of the options come last and win."""
+    arguments: dict[str, str | int | float | bool] = {
+        "model": model,
+        "served-model-name": "policy",
+        "host": host,
+        "port": port,
+        "dtype": options.dtype,
+        "tensor-parallel-size": options.tensor_parallel,
+        "max-model-len": options.max_model_len,
+        "max-num-seqs": options.max_num_seqs,
+        "gpu-memory-utilization": options.gpu_memory_utilization,
+        "enforce-eager": options.enforce_eager or not gpu,
+        "load-format": "dummy",  # the first version comes over the wire
+        "generation-config": "vllm",  # no sampling defaults out of the model's folder
+        "logprobs-mode": "processed_logprobs",
+        "enable-scale-out": True,  # /inference/v1/generate
+        "worker-extension-cls": "prl.sampler.engine.WorkerExtension",
+        "weight-transfer-config": '{"backend": "prl"}',
+        "disable-log-stats": True,
+        "disable-uvicorn-access-log": True,
+    }
+    if options.kv_cache_mib is not None:
+        arguments["kv-cache-memory-bytes"] = options.kv_cache_mib * 2**20
+    elif not gpu:
+        raise ValueError("sample.kv_cache_mib is null: without a GPU vLLM would take nearly all memory; set it, e.g. to 64")
+    arguments |= dict(options.engine_args)
+    return [word for name, value in arguments.items() for word in _words(name, value)]
+
+
+def _words(name: str, value: str | float | bool) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}"] if value else [f"--no-{name}"]
+    return [f"--{name}", str(value)]
+
+
+@asynccontextmanager
+async def serving(arguments: list[str], token: str, update_s: float) -> AsyncIterator[Serving]:
+    """Start vLLM's engine and its HTTP server with our guard before every route; both end with the context."""
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: F401  # fails early where vLLM is missing
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    from prl.sampler.middleware import Guard
+    from prl.sampler.replica import Replica
+    from prl.sampler.routes import add_routes
+
+    args = _parse(arguments)
+    address, listener = setup_server(args, reuse_port=False)  # the port is taken before the long start
+    signal.signal(signal.SIGTERM, _interrupt)
+    async with build_async_engine_client(args) as engine:
+        tasks = await engine.get_supported_tasks()
+        app = build_app(args, tasks, engine.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+        replica = Replica(engine, update_s)
+        add_routes(app, replica)
+        guarded = Guard(app, token, replica)  # around the whole application, so that nothing of vLLM's comes before it
+        async with _http(app, guarded, listener, args) as server:
+            ended = asyncio.create_task(_ended(server, engine), name="serving")
+            try:
+                yield Serving(address, app, ended)
+            finally:
+                ended.cancel()
+
+
+def _parse(arguments: list[str]) -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser(description="vLLM's server under prl")).parse_args(arguments)
+    validate_parsed_serve_args(args)
+    return args
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    """Unwinds, so that the engine's processes end too."""
+    raise SystemExit(128 + signum)
+
+
+@asynccontextmanager
+async def _http(app: Any, guarded: Any, listener: Any, args: Any) -> AsyncIterator["asyncio.Task[None]"]:
+    """uvicorn without handlers of its own for signals; yields once it answers."""
+    import uvicorn
+    from vllm.entrypoints.launchers.launcher import NoSignalServer
+
+    started = asyncio.Event()
+
+    class Server(NoSignalServer):
+        async def startup(self, sockets: list[Any] | None = None) -> None:
+            await super().startup(sockets)
+            started.set()
+
+    config = uvicorn.Config(guarded, log_level=args.uvicorn_log_level, access_log=False, timeout_keep_alive=600)
+    server = Server(config)
+    app.state.server = server  # vLLM's error handlers stop it when the engine is dead
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    waiter = asyncio.create_task(started.wait())
+    await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()
+    if task.done():
+        raise RuntimeError("vLLM's HTTP server ended while it started; its log is above") from task.exception()
+    try:
+        yield task
+    finally:
+        server.should_exit = True
+        server.force_exit = True  # what is in flight at the end of a run is nobody's
+        await asyncio.gather(task, return_exceptions=True)
+        listener.close()
+
+
+async def _ended(server: "asyncio.Task[None]", engine: Any) -> str:
+    """Waits for the first of the two to end and says which; the task that takes the engine's outputs ends when it dies."""
+    outputs: asyncio.Task[None] = engine.output_handler
+    done, _ = await asyncio.wait({server, outputs}, return_when=asyncio.FIRST_COMPLETED)
+    return "vLLM's engine died" if outputs in done or engine.errored else "vLLM's HTTP server ended"

@@ -1,0 +1,115 @@
+"""A 64-bit digest of named tensors: what a version of the weights is known by.
+
+The digest is the sum, modulo 2**64, of coefficient(name, dtype, index) * (bits + 1) over all elements of all tensors; `bits`
+are an element's bits read as a signed integer. So the digests of the parts of any split add up, a swap of two tensors or of
+two elements is seen, and a missing tensor of zeros too. Coefficients are odd, from a fixed table of one block of indices
+times a factor that depends on the tensor and the block: one multiplication and one addition an element.
+It detects faults, not attacks.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from hashlib import blake2b
+
+import torch
+
+MODULUS = 2**64
+BLOCK = 2**14  # indices that share a factor
+_CHUNK_BLOCKS = 16  # blocks worked on at once: 2 MiB of temporaries, which stay in the cache
+_GOLDEN = 0x9E3779B97F4A7C15
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> int:
+    """The digest of whole tensors by their names, in [0, 2**64); their order does not matter."""
+    return total(part(name, tensor) for name, tensor in tensors.items())
+
+
+def total(parts: Iterable[torch.Tensor]) -> int:
+    """Add up what `part` and `columns` gave."""
+    values = list(parts)
+    if not values:
+        return 0
+    return int(torch.stack(values).sum().item()) % MODULUS
+
+
+def part(name: str, tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """What a contiguous run of a tensor's elements adds to the digest: those from flat index `offset` of the whole tensor
+    `name` on. A scalar int64 tensor on the tensor's device (wrapped modulo 2**64)."""
+    flat = _bits(name, tensor.reshape(-1))
+    table, sums = _table(tensor.device)
+    key = _key(name, tensor.dtype)
+    result = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    done, count = 0, flat.numel()
+    while done < count:
+        block, within = divmod(offset + done, BLOCK)
+        whole = min((count - done) // BLOCK, _CHUNK_BLOCKS) if within == 0 else 0
+        if whole:
+            run = flat[done : done + whole * BLOCK].view(whole, BLOCK)
+            inner = (run * table).sum(1) + sums[BLOCK]
+            result += (inner * _factors(key, torch.arange(block, block + whole, device=tensor.device))).sum()
+            done += whole * BLOCK
+        else:
+            size = min(BLOCK - within, count - done)
+            run = flat[done : done + size]
+            inner = (run * table[within : within + size]).sum() + (sums[within + size] - sums[within])
+            result += inner * _factor(key, block)
+            done += size
+    return result
+
+
+def columns(name: str, tensor: torch.Tensor, first_column: int, all_columns: int) -> torch.Tensor:
+    """What columns [first_column, first_column + tensor.shape[1]) of the matrix `name`, which has `all_columns`, add to the
+    digest; `tensor` has all rows. In chunks of rows, so that memory stays bounded."""
+    table, _ = _table(tensor.device)
+    key = _key(name, tensor.dtype)
+    rows, width = tensor.shape
+    result = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    step = max(1, _CHUNK_BLOCKS * BLOCK // max(width, 1))
+    column = torch.arange(first_column, first_column + width, device=tensor.device)
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        index = torch.arange(start, stop, device=tensor.device)[:, None] * all_columns + column
+        coefficients = table[index % BLOCK] * _factors(key, index // BLOCK)
+        result += ((_bits(name, tensor[start:stop]).to(torch.int64) + 1) * coefficients).sum()
+    return result
+
+
+def _bits(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return tensor.detach().view(_BITS[tensor.element_size()])
+    except KeyError:
+        raise ValueError(f"tensor {name}: no digest of {tensor.dtype} ({tensor.element_size()} bytes an element)") from None
+
+
+def _key(name: str, dtype: torch.dtype) -> int:
+    return int.from_bytes(blake2b(f"{name}:{dtype}".encode(), digest_size=8).digest(), "little")
+
+
+def _signed(value: int) -> int:
+    value %= MODULUS
+    return value - MODULUS if value >= MODULUS // 2 else value
+
+
+def _factor(key: int, block: int) -> int:
+    """splitmix64 of the block in the stream that starts at `key`, made odd; as torch's signed int64."""
+    value = (key + (block + 1) * _GOLDEN) % MODULUS
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % MODULUS
+    return _signed((value ^ value >> 31) | 1)
+
+
+def _factors(key: int, blocks: torch.Tensor) -> torch.Tensor:
+    """The same for int64 block numbers; torch shifts arithmetically, hence the masks."""
+    value = (blocks + 1) * _signed(_GOLDEN) + _signed(key)
+    value = (value ^ (value >> 30) & (2**34 - 1)) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> 27) & (2**37 - 1)) * _signed(0x94D049BB133111EB)
+    return (value ^ (value >> 31) & (2**33 - 1)) | 1
+
+
+@lru_cache(maxsize=16)
+def _table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd coefficients of one block, and their running sums (BLOCK + 1 of them, the first 0)."""
+    table = _factors(0, torch.arange(BLOCK))
+    sums = torch.cat([torch.zeros(1, dtype=torch.int64), table.cumsum(0)])
+    return table.to(device), sums.to(device)
