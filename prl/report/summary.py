@@ -167,7 +167,10 @@ def _start_up(record: RunRecord) -> Sequence[tuple[str, float]]:
     if not record.phases:
         return ()
     phases = [phase for phase in record.phases if phase.attempt == record.phases[-1].attempt]
-    return [(phase.name, phase.time - phases[0].time) for phase in phases]
+    first: dict[str, float] = {}  # several processes may say the same
+    for phase in phases:
+        first.setdefault(phase.name, phase.time - phases[0].time)
+    return list(first.items())
 
 
 def _curve(step: np.typing.NDArray[np.int64], value: Float64) -> Sequence[tuple[int, float]]:
