@@ -1,0 +1,136 @@
+"""Optimizer steps: against transformers and autograd, over ranks and splits, through checkpoints."""
+
+import numpy as np
+import pytest
+import torch
+from trainer_data import LENGTHS, facts, merged, microbatches
+from transformers import AutoModelForCausalLM
+
+GRADIENT_TOLERANCE = 1e-5
+
+
+def losses(found, *steps):
+    return np.array([found[f"{step}:train/loss"] for step in steps])
+
+
+def gradients(found):
+    return {name: values for name, values in found.items() if name.startswith(("model.", "lm_head."))}
+
+
+def assert_equal_steps(found, expected):
+    assert abs(losses(found, 1) - losses(expected, 1)) < 1e-5
+    theirs = gradients(expected)
+    assert gradients(found).keys() == theirs.keys()
+    for name, values in gradients(found).items():
+        np.testing.assert_allclose(values, theirs[name], atol=GRADIENT_TOLERANCE, err_msg=name)
+
+
+def written_out(model, batch, loss_kind):
+    """Loss and measures of all sequences by the formulas, one sequence and one token at a time."""
+    total, entropies, ratios = torch.zeros(()), [], []
+    for start, end in zip(batch.boundaries[:-1], batch.boundaries[1:], strict=True):
+        tokens = torch.from_numpy(batch.tokens[start:end].astype(np.int64))
+        logp = model(tokens[None]).logits[0].log_softmax(-1)
+        for t in range(1, end - start):
+            weight = float(batch.loss_weights[start + t])
+            if weight == 0:
+                continue
+            pi = logp[t - 1, tokens[t]]
+            advantage, mu = float(batch.advantages[start + t]), float(batch.old_logprobs[start + t])
+            ratio = (pi - mu).exp()
+            if loss_kind == "ppo":
+                term = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            else:
+                term = -pi * advantage * min(float(ratio.detach()), 1.1)
+            x = float(batch.reference_logprobs[start + t]) - pi
+            entropy = -(logp[t - 1].exp() * logp[t - 1]).sum()
+            total = total + weight * (term - 0.01 * entropy + 0.1 * (x.exp() - x - 1))
+            entropies.append(float(entropy.detach()))
+            ratios.append(float(ratio.detach()))
+    return total / facts(1).denominator, np.array(entropies), np.array(ratios)
+
+
+@pytest.mark.parametrize(("name", "loss_kind"), [("step", "ppo"), ("step_reinforce", "reinforce")])
+def test_loss_gradient_and_measures_equal_the_formulas(results, name, loss_kind):
+    found = results[1, name]
+    model = AutoModelForCausalLM.from_pretrained(results.folder / "qwen3", dtype=torch.float32)
+    batch = merged(microbatches())
+    loss, entropies, ratios = written_out(model, batch, loss_kind)
+    loss.backward()
+    assert abs(losses(found, 1) - float(loss)) < 1e-5
+    expected = {key: parameter.grad.numpy() for key, parameter in model.named_parameters()}
+    assert gradients(found).keys() == expected.keys()
+    for key, values in gradients(found).items():
+        np.testing.assert_allclose(values, expected[key], atol=GRADIENT_TOLERANCE, err_msg=key)
+    norm = np.sqrt(sum((values.astype(np.float64) ** 2).sum() for values in expected.values()))
+
+    trained = batch.loss_weights > 0
+    lags = batch.lags[trained]
+    advantages = batch.advantages[trained]
+    if loss_kind == "ppo":
+        clipped = ((advantages > 0) & (ratios > 1.2)) | ((advantages < 0) & (ratios < 0.8))
+    else:
+        clipped = ratios > 1.1
+    measured = {
+        "grad_norm": norm,
+        "tokens": trained.sum(),
+        "entropy": entropies.mean(),
+        "ratio_mean": ratios.mean(),
+        "ratio_max": ratios.max(),
+        "clip_fraction": clipped.mean(),
+        "ess": ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()),
+        "mismatch_mean": np.abs(np.log(ratios)).mean(),
+        "mismatch_max": np.abs(np.log(ratios)).max(),
+        "mismatch_k3": (ratios - np.log(ratios) - 1).mean(),
+        "lag_mean": lags.mean(),
+        "lag_max": lags.max(),
+    }
+    for key, value in measured.items():
+        assert float(found[f"1:train/{key}"]) == pytest.approx(float(value), rel=1e-4), key
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        (2, "step"),
+        (2, "step_sequence_parallel"),
+        (2, "step_two_data_ranks"),
+        (2, "step_one_rank_idle"),
+        (1, "step_merged"),
+        (2, "step_merged"),
+        (1, "step_recomputed"),
+    ],
+)
+def test_step_does_not_depend_on_ranks_or_micro_batches(results, ranks, name):
+    assert_equal_steps(results[ranks, name], results[1, "step"])
+
+
+@pytest.mark.parametrize("name", ["step", "step_two_data_ranks"])
+def test_later_steps_stay_together(results, name):
+    np.testing.assert_allclose(losses(results[2, name], 1, 2, 3), losses(results[1, "step"], 1, 2, 3), atol=1e-5)
+    assert len(set(losses(results[1, "step"], 1, 2, 3))) == 3  # and the steps do something
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(results, ranks):
+    found = results[ranks, "checkpoint"]
+    assert np.array_equal(found["resumed"], found["went_on"])
+
+
+def test_checkpoint_may_be_resumed_with_other_tensor_parallelism(results):
+    found = results[2, "checkpoint"]
+    np.testing.assert_allclose(found["resumed_from_one"], found["went_on"], atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_half_precision_is_near(results, ranks):
+    half, full = results[ranks, "bfloat16"], results[1, "step"]
+    assert float(half["train/loss"]) == pytest.approx(float(full["1:train/loss"]), abs=0.05)
+    assert float(half["train/grad_norm"]) == pytest.approx(float(full["1:train/grad_norm"]), rel=0.1)
+
+
+def test_the_data_are_as_the_tests_mean_them():
+    batch = merged(microbatches())
+    assert len(batch.boundaries) == 1 + sum(map(len, LENGTHS))
+    assert (batch.loss_weights[batch.boundaries[:-1]] == 0).all()
+    assert facts(1).denominator == pytest.approx(batch.loss_weights.sum())

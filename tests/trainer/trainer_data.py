@@ -1,0 +1,61 @@
+"""Data that the trainer's workers and the tests of their results make alike."""
+
+import numpy as np
+
+from prl.streams.records import MicroBatch, StepFacts
+
+VOCABULARY = 51  # odd: tensor parallelism of 2 must pad it
+LENGTHS = ((7, 12, 2), (5, 9, 3, 11), (12, 12))  # of the sequences in three micro-batches
+
+
+def microbatches() -> list[MicroBatch]:
+    """Random tokens, advantages and old log-probs; the first third of each sequence is its prompt."""
+    random = np.random.default_rng(7)
+    return [_microbatch(random, lengths) for lengths in LENGTHS]
+
+
+def merged(batches: list[MicroBatch]) -> MicroBatch:
+    """The same sequences as one micro-batch."""
+    sizes = [len(batch.tokens) for batch in batches]
+    starts = np.cumsum([0, *sizes[:-1]])
+    boundaries = [batch.boundaries[:-1] + start for batch, start in zip(batches, starts, strict=True)]
+
+    def join(name: str) -> np.ndarray:
+        return np.concatenate([getattr(batch, name) for batch in batches])
+
+    return MicroBatch(
+        tokens=join("tokens"),
+        positions=join("positions"),
+        boundaries=np.append(np.concatenate(boundaries), sum(sizes)).astype(np.int32),
+        loss_weights=join("loss_weights"),
+        advantages=join("advantages"),
+        old_logprobs=join("old_logprobs"),
+        reference_logprobs=join("reference_logprobs"),
+        lags=join("lags"),
+        rollouts=(),
+    )
+
+
+def facts(step: int, count: int = len(LENGTHS)) -> StepFacts:
+    weights = np.concatenate([batch.loss_weights for batch in microbatches()])
+    return StepFacts(step, float(weights.sum()), int((weights > 0).sum()), sum(map(len, LENGTHS)), count)
+
+
+def _microbatch(random: np.random.Generator, lengths: tuple[int, ...]) -> MicroBatch:
+    tokens = sum(lengths)
+    weights = np.concatenate([np.where(np.arange(n) < max(1, n // 3), 0.0, 1.0 / n) for n in lengths])
+
+    def around(value: float, spread: float) -> np.ndarray:
+        return random.normal(value, spread, tokens).astype(np.float32)
+
+    return MicroBatch(
+        tokens=random.integers(0, VOCABULARY, tokens).astype(np.int32),
+        positions=np.concatenate([np.arange(n) for n in lengths]).astype(np.int32),
+        boundaries=np.cumsum([0, *lengths]).astype(np.int32),
+        loss_weights=weights.astype(np.float32),
+        advantages=around(0.0, 1.0),
+        old_logprobs=around(-4.0, 0.3),
+        reference_logprobs=around(-4.0, 0.3),
+        lags=np.where(weights > 0, random.integers(0, 5, tokens), -1).astype(np.int32),
+        rollouts=(),
+    )

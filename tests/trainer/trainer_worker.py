@@ -1,0 +1,223 @@
+"""One rank of the tests' trainer: `trainer_worker.py FOLDER`. Does everything that needs Megatron in one start, for one rank
+or for two, and rank 0 writes what came out to FOLDER/ranks_<n>/<name>.npz for the tests to judge."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from trainer_data import VOCABULARY, facts, merged, microbatches
+
+from prl.trainer.options import TrainOptions
+
+ARCHITECTURES = ("qwen2", "qwen3", "llama")
+OPTIONS = TrainOptions(learning_rate=1e-3, clip_grad=1e6, entropy_coefficient=0.01, kl_coefficient=0.1, weight_decay=0.01)
+
+
+def main(folder: Path) -> None:
+    from prl.trainer import device
+
+    device.install(1)
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+    from torch.nn import functional
+
+    from prl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from prl.trainer.engine import Engine, build_engine
+    from prl.trainer.hf_config import read_model_config
+    from prl.trainer.hf_folder import read_weights, write_folder
+    from prl.trainer.mapping import export_weights, load_weights, random_weights, tensor_shapes
+    from prl.trainer.model import build_model
+    from prl.trainer.packing import buckets, packed_sequences
+    from prl.trainer.parallel import Channel, start_groups, stop_groups
+    from prl.trainer.step import train_step
+    from prl.trainer.vocab_parallel import logprobs_and_entropies
+
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    results = folder / f"ranks_{ranks}"
+    start_groups(ranks, timeout_s=60.0)
+    tensor_parallel = replace(OPTIONS, tensor_parallel=ranks)
+
+    def report(name: str, values: dict[str, np.ndarray]) -> None:
+        if rank == 0:
+            np.savez(results / f"{name}.npz", **values)
+
+    def arrays(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
+        return {name: tensor.float().numpy().copy() for name, tensor in tensors}
+
+    def engine_of(source: str, options: TrainOptions) -> Engine:
+        config = read_model_config(folder / source)
+        module = build_model(config, options)
+        load_weights(module, config, read_weights(folder / source, config))
+        return build_engine(module, config, options)
+
+    def gradients(engine: Engine) -> dict[str, np.ndarray]:
+        """Of the step that was just made, in Hugging Face's form."""
+        kept = {name: parameter.data for name, parameter in engine.gpt.named_parameters()}
+        for parameter in engine.gpt.parameters():
+            parameter.data = parameter.main_grad.clone()
+        found = arrays(export_weights(engine.model, engine.config))
+        for name, parameter in engine.gpt.named_parameters():
+            parameter.data = kept[name]
+        return found
+
+    def full_logits(engine: Engine, tokens: np.ndarray, lengths: list[int]) -> torch.Tensor:
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        sequences = packed_sequences(np.cumsum([0, *lengths]).astype(np.int32), positions)
+        with torch.no_grad():
+            logits = engine.model(ids[None], positions[None], None, packed_seq_params=sequences)
+            return gather_from_tensor_model_parallel_region(logits)[0, :, :VOCABULARY]
+
+    def forward_and_export() -> None:
+        lengths = [3, 17, 9, 1, 16, 9]
+        tokens = np.random.default_rng(3).integers(0, VOCABULARY, sum(lengths))
+        for source in ARCHITECTURES:
+            engine = engine_of(source, tensor_parallel)
+            logits = full_logits(engine, tokens, lengths).numpy()
+            report(f"logits_{source}", {"tokens": tokens, "lengths": np.array(lengths), "logits": logits})
+            exported = arrays(export_weights(engine.model, engine.config))
+            assert {name: value.shape for name, value in exported.items()} == tensor_shapes(engine.config)
+            report(f"export_{source}", exported)
+
+    def steps_of(name: str, options: TrainOptions, split: Callable[[], list], count: int = 3) -> None:  # type: ignore[type-arg]
+        """Metrics of some steps and the gradients of the first."""
+        engine = engine_of("qwen3", options)
+        found: dict[str, np.ndarray] = {}
+        for step in range(1, count + 1):
+            mine = split()[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+            metrics = train_step(engine, mine, facts(step))
+            found.update({f"{step}:{key}": np.array(value) for key, value in metrics.items()})
+            if step == 1:
+                found.update(gradients(engine))
+        report(name, found)
+
+    def drawn() -> None:
+        config = read_model_config(folder / "qwen2")
+        module = build_model(config, tensor_parallel)
+        load_weights(module, config, random_weights(config, 11))
+        report("drawn", arrays(export_weights(module, config)))
+
+    def checkpoints() -> None:
+        """Two steps, save, two more; then the same two from the checkpoint, and from the one that one rank wrote."""
+        engine = engine_of("qwen2", tensor_parallel)
+
+        def losses(engine: Engine, *steps: int) -> np.ndarray:
+            metrics = [train_step(engine, microbatches(), facts(step)) for step in steps]
+            return np.array([(m["train/loss"], m["train/grad_norm"]) for m in metrics])
+
+        losses(engine, 1, 2)
+        save_checkpoint(engine, results / "step_000002", 2)
+        found = {"went_on": losses(engine, 3, 4)}
+        for name, saved_by in (("resumed", ranks), ("resumed_from_one", 1)):
+            fresh = engine_of("qwen2", tensor_parallel)
+            assert load_checkpoint(fresh, folder / f"ranks_{saved_by}" / "step_000002") == 2
+            found[name] = losses(fresh, 3, 4)
+        report("checkpoint", found)
+        exported(engine)
+
+    def exported(engine: Engine) -> None:
+        weights = export_weights(engine.model, engine.config)
+        if rank == 0:
+            write_folder(results / "exported", weights, folder / "qwen2", "float32")
+        else:
+            list(weights)
+        prompts, answers = [[5, 9, 30], [1, 2, 50, 4, 17, 22]], []
+        for prompt in prompts:
+            tokens = np.array(prompt)
+            for _ in range(8):
+                tokens = np.append(tokens, int(full_logits(engine, tokens, [len(tokens)])[-1].argmax()))
+            answers.append(tokens[-8:])
+        report("greedy", {f"prompt_{k}": np.array(p) for k, p in enumerate(prompts)} | {"answers": np.array(answers)})
+
+    def vocabulary_parallel() -> None:
+        padded = -(-VOCABULARY // ranks) * ranks
+        whole = torch.randn(13, padded, generator=torch.Generator().manual_seed(5)) * 3
+        logits = whole.chunk(ranks, -1)[rank].clone().requires_grad_()
+        targets = torch.arange(13) * 4 % VOCABULARY
+        logprobs, entropies = logprobs_and_entropies(
+            logits, targets, VOCABULARY, parallel_state.get_tensor_model_parallel_group()
+        )
+        factors = torch.linspace(-1, 2, 13)
+        (logprobs * factors + entropies * factors.flip(0)).sum().backward()
+        parts = [torch.empty_like(logits) for _ in range(ranks)]
+        dist.all_gather(parts, logits.grad)
+        report(
+            "vocabulary",
+            {
+                "logits": whole.numpy(),
+                "targets": targets.numpy(),
+                "factors": factors.numpy(),
+                "logprobs": logprobs.detach().numpy(),
+                "entropies": entropies.detach().numpy(),
+                "gradient": torch.cat(parts, -1).numpy(),
+            },
+        )
+
+    def packed_attention() -> None:
+        from prl.trainer.layers import PackedAttention
+        from prl.trainer.model import transformer_config
+
+        lengths = [5, 1, 12, 3, 8, 7, 12]
+        config = transformer_config(read_model_config(folder / "qwen3"), tensor_parallel)
+        boundaries = np.cumsum([0, *lengths]).astype(np.int32)
+        generator = torch.Generator().manual_seed(2)
+        heads = (4, 2, 2)
+        packed = [torch.randn(sum(lengths), 1, n, 16, generator=generator).requires_grad_() for n in heads]
+        plain = [x.detach().clone().requires_grad_() for x in packed]
+        sequences = packed_sequences(boundaries, torch.zeros(sum(lengths), dtype=torch.int64))
+        ours = PackedAttention(config)(*packed, None, packed_seq_params=sequences)
+        loop = []
+        for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+            q, k, v = (x[start:end].permute(1, 2, 0, 3) for x in plain)
+            k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+            attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            loop.append(attended.permute(2, 0, 1, 3).flatten(2))
+        theirs = torch.cat(loop)
+        factors = torch.randn(theirs.shape, generator=generator)
+        (ours * factors).sum().backward()
+        (theirs * factors).sum().backward()
+        differences = [(ours - theirs).abs().max().detach()] + [
+            (a.grad - b.grad).abs().max() for a, b in zip(packed, plain, strict=True)
+        ]
+        slots = buckets(boundaries, torch.device("cpu")).token_of_slot.numel()
+        report("attention", {"differences": np.array([float(x) for x in differences]), "slots": np.array(slots)})
+
+    def half_precision() -> None:
+        engine = engine_of("qwen3", replace(tensor_parallel, dtype="bfloat16"))
+        metrics = train_step(engine, microbatches(), facts(1))
+        exported = dict(export_weights(engine.model, engine.config))
+        assert all(tensor.dtype is torch.bfloat16 for tensor in exported.values())
+        report("bfloat16", {key: np.array(value) for key, value in metrics.items()})
+
+    forward_and_export()
+    steps_of("step", tensor_parallel, microbatches)
+    steps_of("step_merged", tensor_parallel, lambda: [merged(microbatches())], 1)
+    steps_of("step_recomputed", replace(tensor_parallel, recompute=True), microbatches, 1)
+    steps_of("step_reinforce", replace(tensor_parallel, loss="reinforce", truncate=1.1), microbatches, 1)
+    drawn()
+    checkpoints()
+    vocabulary_parallel()
+    half_precision()
+    if ranks == 1:
+        packed_attention()
+    else:
+        steps_of("step_sequence_parallel", replace(tensor_parallel, sequence_parallel=True), microbatches, 1)
+        told = Channel(60.0).broadcast({"ä": [1, None], "b": 2.5} if rank == 0 else None)
+        assert told == {"ä": [1, None], "b": 2.5}
+        parallel_state.destroy_model_parallel()
+        start_groups(1, timeout_s=60.0)  # the same two ranks as data parallelism
+        steps_of("step_two_data_ranks", OPTIONS, microbatches, 3)
+        steps_of("step_one_rank_idle", OPTIONS, lambda: [merged(microbatches())], 1)
+    stop_groups()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
