@@ -14,3 +14,4 @@ class ActorOptions:
     top_p: Annotated[float, "nucleus sampling; training assumes 1"] = 1.0
     request_s: Annotated[float, "deadline of one request to a sampler, in seconds"] = 600.0
     rollout_s: Annotated[float, "deadline of one rollout with all its turns and its reward, in seconds"] = 1200.0
+    rollout_tries: Annotated[int, "times that a rollout is tried when samplers or verifier fail it, before its group fails"] = 3

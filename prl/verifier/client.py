@@ -61,7 +61,7 @@ class VerifierClient:
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         except TimeoutError:
             raise VerifierError(
-                "verifier_deadline", f"no verdict within {self._deadline_s:.0f} s for {len(answers)} answers; last: {trouble}"
+                "deadline", f"no verdict within {self._deadline_s:.0f} s for {len(answers)} answers; last: {trouble}"
             ) from None
 
     async def _new_url(self, pause_s: float) -> None:
@@ -74,13 +74,13 @@ class VerifierClient:
 
     async def _post(self, url: str, body: Mapping[str, Any], n: int) -> Sequence[str]:
         if self._session is None:
-            raise VerifierError("verifier_closed", "the verifier client is not open")
+            raise VerifierError("closed", "the verifier client is not open")
         async with self._session.post(f"{url}/check", json=body) as response:
             if response.status != 200:
                 text = await response.text()
-                raise VerifierError("verifier_refused", f"the verifier at {url} answered {response.status}: {text[:500]}")
+                raise VerifierError("refused", f"the verifier at {url} answered {response.status}: {text[:500]}")
             reply = await response.json()
         verdicts = reply.get("verdicts") if isinstance(reply, dict) else None
         if not isinstance(verdicts, list) or len(verdicts) != n:
-            raise VerifierError("verifier_malformed", f"the verifier at {url} answered {str(reply)[:200]} to {n} answers")
+            raise VerifierError("malformed", f"the verifier at {url} answered {str(reply)[:200]} to {n} answers")
         return [str(verdict) for verdict in verdicts]

@@ -29,8 +29,9 @@ class Pool:
         self._processes = processes
         self._check_s = check_s
         self._memory_mib = memory_mib
-        self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()  # None: to be started
+        self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()  # None: failed to start
         self._all: set[asyncio.subprocess.Process] = set()
+        self._replacements: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         try:
@@ -61,10 +62,12 @@ class Pool:
             self.killed += 1
             reply = {"verdict": TIMEOUT}
         finally:
-            # An exchange that was cut short leaves a worker that would answer the wrong question next.
-            if worker is not None and (worker.returncode is not None or worker not in self._all):
-                worker = None
-            self._idle.put_nowait(worker)
+            if worker in self._all:
+                self._idle.put_nowait(worker)
+            else:  # it was killed, or died; the others go on meanwhile
+                replacement = asyncio.create_task(self._replace())
+                self._replacements.add(replacement)
+                replacement.add_done_callback(self._replacements.discard)
         if "error" in reply:
             raise CheckError(f"rule {rule}: {reply['error']}")
         return str(reply["verdict"])
@@ -84,6 +87,15 @@ class Pool:
             await self._kill(worker)
             raise
         return reply
+
+    async def _replace(self) -> None:
+        worker = None  # the next check tries again, and its caller is told of the error
+        try:
+            worker = await self._start()
+        except (CheckError, OSError):
+            log.exception("could not replace a verifier worker")
+        finally:
+            self._idle.put_nowait(worker)
 
     async def _start(self) -> asyncio.subprocess.Process:
         worker = await asyncio.create_subprocess_exec(
@@ -124,4 +136,7 @@ class Pool:
         await worker.wait()
 
     async def _kill_all(self) -> None:
+        for replacement in self._replacements:
+            replacement.cancel()
+        await asyncio.gather(*self._replacements, return_exceptions=True)
         await asyncio.gather(*(self._kill(worker) for worker in list(self._all)))

@@ -24,10 +24,11 @@ def math(gold: str, answer: str) -> str:
     if not parsed_gold:
         raise ValueError(f"math-verify cannot parse the gold answer {gold!r}")
     parsed = _parse(found)
-    if not parsed:
-        return UNPARSABLE
     # The order matters: verify is not symmetric. Its own time-out is off, the worker is killed from outside instead.
-    return CORRECT if math_verify.verify(list(parsed_gold), list(parsed), timeout_seconds=None) else WRONG
+    if parsed and math_verify.verify(list(parsed_gold), list(parsed), timeout_seconds=None):
+        return CORRECT
+    # What math-verify cannot read it keeps as text, to be compared as such.
+    return UNPARSABLE if all(isinstance(form, str) for form in parsed) else WRONG
 
 
 RULES: dict[str, Callable[[str, str], str]] = {"math": math}

@@ -1,0 +1,55 @@
+"""An actor as a child of a node agent."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from prl.actor.loop import Actor, Parts
+from prl.actor.publisher import rollout_publisher
+from prl.actor.sampler_client import SamplerClient
+from prl.actor.tasks import load_tasks
+from prl.actor.tokenizer import ModelTokenizer
+from prl.control.child import Child, run_child
+from prl.control.client import ControlClient
+from prl.metrics.events import MetricsWriter
+from prl.verifier.client import VerifierClient
+
+
+async def main(child: Child, control: ControlClient) -> None:
+    config = child.config
+    async with AsyncExitStack() as stack:
+        metrics = stack.enter_context(
+            MetricsWriter(child.run.metrics, child.role, child.index, child.attempt, flush_s=config.metrics.flush_s)
+        )
+        samplers = await stack.enter_async_context(
+            SamplerClient(
+                child.token,
+                request_s=config.actor.request_s,
+                max_model_len=config.sample.max_model_len,
+                max_answers=config.sample.max_num_seqs,
+            )
+        )
+        verifier = await stack.enter_async_context(VerifierClient(child.token, deadline_s=config.actor.request_s))
+        tasks = await asyncio.to_thread(
+            load_tasks,
+            config.domains,
+            config.run.seed,
+            ModelTokenizer(child.run.model),
+            verifier if config.verifier.processes > 0 else None,
+        )
+
+        publisher = rollout_publisher(
+            child.run, config.run.name, child.attempt, control, config.streams, call_s=config.control.wait_s
+        )
+        await control.join(
+            {
+                "problems": {name: len(task.train) for name, task in tasks.items()},
+                "evaluation": {name: len(task.evaluate) for name, task in tasks.items()},
+            }
+        )
+        control.progress("waiting for the first lease")
+        actor = Actor(Parts(tasks, control, samplers, verifier, publisher, metrics), config.actor, call_s=config.control.wait_s)
+        await actor.run()
+
+
+if __name__ == "__main__":
+    run_child(main)
