@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -16,6 +17,7 @@ from yaml import YAMLError
 from prl.metrics import names
 from prl.metrics.events import Event, EventFollower
 from prl.runfolder.paths import RunFolder
+from prl.streams.files import StreamError
 from prl.streams.ledger import read_ledger
 
 Float64 = npt.NDArray[np.float64]
@@ -93,6 +95,7 @@ class RunRecord:
     phases: Sequence[Phase]
     usage: Sequence[UsageSeries]
     discards: Mapping[str, int]  # rollouts by reason
+    notes: Sequence[str]  # what could not be read
     sizes: Sequence[FolderSize]
     newest_event: float | None  # seconds since the epoch
 
@@ -108,6 +111,7 @@ def read_run(path: Path | str) -> RunRecord:
             f"{path}: this is no run folder: it has neither config.yaml nor attempt_001. Runs are usually in runs/"
         )
     events = EventFollower(run.metrics).read()
+    discards, notes = _discards(run)
     return RunRecord(
         path=run.path.resolve(),
         config=_read_config(run.config),
@@ -117,7 +121,8 @@ def read_run(path: Path | str) -> RunRecord:
         evaluations=_evaluations(events),
         phases=_phases(events),
         usage=_usage(events),
-        discards=_discards(run),
+        discards=discards,
+        notes=notes,
         sizes=_sizes(run.path),
         newest_event=max((event.time for event in events), default=None),
     )
@@ -205,14 +210,15 @@ def _usage(events: Iterable[Event]) -> Sequence[UsageSeries]:
     )
 
 
-def _discards(run: RunFolder) -> Mapping[str, int]:
-    counts: dict[str, int] = {}
-    for number in run.attempts():
-        if run.ledger(number).is_dir():
-            for event in read_ledger(run.ledger(number)):
-                if event.kind == "discarded":
-                    counts[event.reason] = counts.get(event.reason, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+def _discards(run: RunFolder) -> tuple[Mapping[str, int], Sequence[str]]:
+    """Discarded rollouts by reason, most frequent first; and what is wrong with the ledger, if anything."""
+    try:
+        ledger = read_ledger(run.ledgers)
+    except StreamError as error:  # a damaged ledger is a reason to look at the report, not to have none
+        return {}, [f"the ledger cannot be read: {error}"]
+    reasons = ledger.filter(pc.field("event") == "discarded").column("reason")
+    counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(reasons).to_pylist()}
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))), []
 
 
 def _sizes(run: Path) -> Sequence[FolderSize]:

@@ -32,6 +32,7 @@ def render(summary: Summary) -> str:
         ("processes", _processes(summary)),
         ("discarded rollouts", _discards(summary)),
         ("files", _files(summary)),
+        ("notes", iter(summary.notes)),
     ):
         body = list(section)
         if body:

@@ -75,6 +75,7 @@ class Summary:
     gap_s: Spread | None
     usage: Sequence[RoleUsage]
     discards: Mapping[str, int]
+    notes: Sequence[str]  # what could not be read
     files: Mapping[str, tuple[int, int]]  # folder: (files, bytes)
 
 
@@ -129,6 +130,7 @@ def summarize(record: RunRecord, now: float) -> Summary:
         gap_s=_spread(weights.column(names.GAP_S)),
         usage=_usage(record.usage),
         discards=record.discards,
+        notes=record.notes,
         files={size.name: (size.files, size.size_bytes) for size in record.sizes},
     )
 

@@ -156,6 +156,19 @@ def test_discards_are_counted_by_reason(tmp_path):
     assert "2  late" in render(summarize(read_run(run.path), T0))
 
 
+def test_a_damaged_ledger_is_a_note(tmp_path):
+    run = new_run(tmp_path)
+    with LedgerWriter(run.ledger(1)) as ledger:
+        for number in range(3):
+            ledger.append([LedgerEvent(RolloutId(0, "digits/1", number, 0, 0), "issued", Version(0, 0), -1, "")])
+    data = bytearray(ledger.path.read_bytes())
+    data[40] ^= 1
+    ledger.path.write_bytes(data)
+    text = render(summarize(read_run(run.path), T0))
+    assert "the ledger cannot be read" in text
+    assert str(ledger.path.resolve()) in text
+
+
 def test_the_lag_histogram_and_the_folder_sizes(tmp_path):
     run = new_run(tmp_path)
     with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
