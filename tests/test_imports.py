@@ -185,7 +185,9 @@ def test_folders_explain_themselves(top):
         if path.is_relative_to(ROOT / top):
             folders.setdefault(path.parent, []).append(path)
     for folder, files in folders.items():
-        if not any(path.name == "README.md" and path.stat().st_size for path in files):
+        above = folder.parent / "README.md"
+        named_above = folder.name != top and above.exists() and f"{folder.name}/" in above.read_text()
+        if not named_above and not any(path.name == "README.md" and path.stat().st_size for path in files):
             silent = [str(path.relative_to(ROOT)) for path in files if not explains_itself(path)]
             assert not silent, f"no README.md in {folder.relative_to(ROOT)}, and no words at the top of {silent}"
 

@@ -3,6 +3,7 @@
 #   bash tools/test.sh [pytest's options]           all that is quick (not marked slow)
 #   bash tools/test.sh --all [pytest's options]     and the slow suites, one shard (folder of tests/) after another
 #   bash tools/test.sh --shard NAME [...]           the slow suites of one folder alone
+#   bash tools/test.sh tests/flow [...]             the quick tests there; with --all, all of them
 #   bash tools/test.sh --no-slurm [...]             without the cluster; the tests that need it are skipped
 # Stops at the first step or shard that fails. As root on Debian or Ubuntu it installs Slurm's packages with apt.
 set -euo pipefail
@@ -12,7 +13,7 @@ exec </dev/null
 all=0 shard='' want_slurm=1
 while [ $# -gt 0 ]; do
   case $1 in
-    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
     --all) all=1; shift ;;
     --shard) shard=${2:?"--shard needs the name of a folder of tests/"}; shift 2 ;;
     --no-slurm) want_slurm=0; shift ;;
@@ -23,7 +24,7 @@ done
 say() { echo "test: $*"; }
 die() { echo "test: error: $*" >&2; exit 1; }
 
-slurm_packages=(slurmctld slurmd slurm-client slurmdbd munge mariadb-server iproute2)
+slurm_packages=$(bash tools/slurmlab.sh packages | xargs)
 slurm_programs=(slurmctld slurmd sbatch slurmdbd munged mariadbd ip)
 
 # The first of Slurm's programs that is not there.
@@ -37,11 +38,11 @@ missing_program() {
 install_slurm() {
   [ -z "$(missing_program)" ] && return
   [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
-  say "installing Slurm with apt: ${slurm_packages[*]}"
+  say "installing Slurm with apt: $slurm_packages"
   export DEBIAN_FRONTEND=noninteractive
-  { apt-get -qq update && apt-get -qq install -y --no-install-recommends "${slurm_packages[@]}"; } >"$log" 2>&1 || {
+  { apt-get -qq update && apt-get -qq install -y --no-install-recommends $slurm_packages; } >"$log" 2>&1 || {
     tail -20 "$log" >&2
-    die "apt could not install Slurm (above). Install ${slurm_packages[*]} by hand, or skip its tests with --no-slurm"
+    die "apt could not install Slurm (above). Install $slurm_packages by hand, or skip its tests with --no-slurm"
   }
 }
 
@@ -80,22 +81,29 @@ slow_shards() { grep -rl --include='test_*.py' 'mark\.slow' tests | cut -d/ -f2 
 
 # pytest's closing lines stay the last; its exit code 5 (nothing selected) is none of a shard that -k left empty.
 run_pytest() {
-  local where=$1 marks=$2 code=0
-  shift 2
-  python -m pytest "$where" -m "$marks" --durations=15 "$@" || code=$?
-  [ $code = 5 ] && [ $# -gt 0 ] || return $code
+  local marks=$1 code=0
+  shift
+  python -m pytest -m "$marks" --durations=15 "$@" || code=$?
+  [ $code = 5 ] && [ $# -gt 1 ] || return $code
 }
 shard_path() { [ -d "tests/$1" ] && echo "tests/$1" || echo "tests/$1.py"; }
+names_tests() {
+  local argument
+  for argument in "$@"; do [ -e "${argument%%::*}" ] && return; done
+  return 1
+}
 
-if [ -n "$shard" ]; then
-  [ -e "$(shard_path "$shard")" ] || die "no such shard: $shard; there are: $(slow_shards | tr '\n' ' ')"
-  run_pytest "$(shard_path "$shard")" slow "$@"
-  exit
-fi
-run_pytest tests 'not slow' "$@"
-if [ $all = 1 ]; then
-  for shard in $(slow_shards); do
-    say "slow shard $shard"
-    run_pytest "$(shard_path "$shard")" slow "$@"
-  done
+if names_tests "$@"; then
+  if [ $all = 1 ]; then run_pytest '' "$@"; else run_pytest 'not slow' "$@"; fi
+elif [ -n "$shard" ]; then
+  [ -e "$(shard_path "$shard")" ] || die "no such shard: $shard; there are: $(slow_shards | xargs)"
+  run_pytest slow "$(shard_path "$shard")" "$@"
+else
+  run_pytest 'not slow' tests "$@"
+  if [ $all = 1 ]; then
+    for shard in $(slow_shards); do
+      say "slow shard $shard"
+      run_pytest slow "$(shard_path "$shard")" "$@"
+    done
+  fi
 fi
