@@ -10,8 +10,8 @@ from prl.flow.events import LedgerEvent
 from prl.orchestrator.binding import Resume
 from prl.orchestrator.steps import StepEntry
 from prl.runfolder.paths import RunFolder
-from prl.streams.ledger import read_events
-from prl.streams.steps import find_steps
+from prl.streams.ledger import ledger_events, read_ledger
+from prl.streams.steps import find_steps, read_step
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def find_start(run: RunFolder, config: Config) -> Start:
         return Start(Resume(0, 0, None), {}, Dispatcher(settings), (), 0, ())
     step, path = manifests[-1]
     manifest = json.loads(path.read_text())
-    earlier = [event for attempt in run.attempts() for event in read_events(run.ledger(attempt))]
+    earlier = list(ledger_events(read_ledger(run.ledgers)))
     dispatcher = Dispatcher(settings, manifest["dispatcher"])
     dispatcher.replay(earlier[manifest["dispatcher"]["events"] :])
     lineage = _last_lineage(run) + 1
@@ -73,8 +73,9 @@ def _steps_behind(run: RunFolder, step: int, events: Iterable[LedgerEvent]) -> l
     waiting = []
     while (step := step + 1) in found:
         file = found[step]
-        if not discarded.isdisjoint(file.rollout_ids):
+        ids = read_step(file.path, file.bytes, file.checksum).rollout_ids()
+        if not discarded.isdisjoint(ids):
             break
         entry = {"step": step, "path": str(file.path.relative_to(run.path)), "bytes": file.bytes, "checksum": file.checksum}
-        waiting.append(StepEntry(entry, file.rollout_ids))
+        waiting.append(StepEntry(entry, ids))
     return waiting
