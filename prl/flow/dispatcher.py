@@ -32,7 +32,7 @@ for those that are overtaken. Every step is taken to train groups_per_step group
 (seed, domain, epoch); the next group comes from the domain that is furthest behind its weight. `awaited_from` is the smallest
 number whose result is still to come: under `order: dispatch` groups below it are taken in the order of their numbers.
 
-**Evaluations** are leases of kind "evaluate", no part of the stream and of the ledger, numbered -1, -2, ...; `epoch` is the step
+**Evaluations** are leases of kind "evaluate", no part of stream and ledger, numbered -1, -2, ...; `epoch` is the step
 at which the evaluation fell due, `index` the first held-out problem and `rollouts` how many problems from there on get one
 answer each. They fall due with the versions 0, evaluate_every_steps, 2 * evaluate_every_steps, ... and the last.
 """

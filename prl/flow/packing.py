@@ -1,0 +1,87 @@
+"""Packing of sequences into micro-batches, and dealing of micro-batches to data-parallel ranks."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from heapq import heapreplace
+
+import numpy as np
+import numpy.typing as npt
+
+
+def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int, ranks: int = 1) -> list[list[int]]:
+    """Bins of at most `capacity` tokens, each a list of indices into `lengths`; every index is in one bin, none is empty.
+    Best-fit decreasing, found by bisection, says how few bins are needed. For several ranks the count is rounded up to a
+    multiple of `ranks`, and the bins are levelled where they can be (the longest sequence into the emptiest bin), so that ranks
+    are loaded alike. Raises ValueError for a sequence longer than a bin, and where there are fewer sequences than ranks."""
+    sizes = np.asarray(lengths, np.int64)
+    if len(sizes) < ranks or ranks < 1:
+        raise ValueError(f"{len(sizes)} sequences cannot be packed for {ranks} ranks: each needs one")
+    if sizes.max() > capacity or sizes.min() < 1:
+        raise ValueError(f"sequences of {sizes.min()} to {sizes.max()} tokens do not fit bins of {capacity}")
+    order = np.argsort(-sizes, kind="stable").tolist()
+    sequences = sizes.tolist()
+    bins = _best_fit(order, sequences, capacity)
+    if ranks == 1:
+        return bins
+    level = _level(order, sequences, -(-len(bins) // ranks) * ranks)
+    if max(sum(sequences[i] for i in members) for members in level) <= capacity:
+        return level
+    return _split_to_multiple(bins, sequences, ranks)
+
+
+def _best_fit(order: list[int], sizes: list[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), rising
+    for index in order:
+        size = sizes[index]
+        place = bisect_left(room, (size, -1))
+        if place == len(room):
+            bins.append([index])
+            left, number = capacity - size, len(bins) - 1
+        else:
+            left, number = room.pop(place)
+            bins[number].append(index)
+            left -= size
+        if left > 0:
+            insort(room, (left, number))
+    return bins
+
+
+def _level(order: list[int], sizes: list[int], count: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, b) for b in range(count)]
+    for index in order:
+        load, number = loads[0]
+        bins[number].append(index)
+        heapreplace(loads, (load + sizes[index], number))
+    return bins
+
+
+def _split_to_multiple(bins: list[list[int]], sizes: list[int], ranks: int) -> list[list[int]]:
+    """Split the fullest bins that can be split until the count is a multiple of `ranks`."""
+    while len(bins) % ranks:
+        splittable = [n for n, members in enumerate(bins) if len(members) > 1]
+        fullest = max(splittable, key=lambda n: sum(sizes[i] for i in bins[n]))
+        halves: tuple[list[int], list[int]] = ([], [])
+        tokens = [0, 0]
+        for index in sorted(bins[fullest], key=lambda i: -sizes[i]):
+            emptier = int(tokens[1] < tokens[0])
+            halves[emptier].append(index)
+            tokens[emptier] += sizes[index]
+        bins[fullest] = halves[0]
+        bins.append(halves[1])
+    return bins
+
+
+def deal(tokens: Sequence[int], ranks: int) -> list[list[int]]:
+    """Numbers of the bins of each rank, `tokens` being the bins' sizes: the longest bins go to the emptiest ranks, round by
+    round, so that all ranks have as many bins (the last round may not be full). Every bin is dealt once."""
+    order = sorted(range(len(tokens)), key=lambda b: (-tokens[b], b))
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for start in range(0, len(order), ranks):
+        emptiest = sorted(range(ranks), key=lambda r: (loads[r], r))
+        for rank, number in zip(emptiest, order[start : start + ranks], strict=False):
+            dealt[rank].append(number)
+            loads[rank] += tokens[number]
+    return dealt

@@ -1,0 +1,46 @@
+"""From numpy to Arrow and back without a Python list in between."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+Array = npt.NDArray[Any]
+
+
+def offsets_of(lengths: Iterable[int], count: int) -> npt.NDArray[np.int32]:
+    """[count + 1]: where each of `count` pieces begins, and the end."""
+    offsets = np.zeros(count + 1, np.int64)
+    np.cumsum(np.fromiter(lengths, np.int64, count), out=offsets[1:])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise ValueError(f"{offsets[-1]} values in one column of one file: roll files earlier (streams.roll_mib)")
+    return offsets.astype(np.int32)
+
+
+def list_array(pieces: Sequence[Array], dtype: type[np.generic]) -> pa.ListArray:
+    """One list a piece."""
+    values = np.concatenate(pieces, dtype=dtype, casting="same_kind") if pieces else np.empty(0, dtype)
+    return pa.ListArray.from_arrays(pa.array(offsets_of(map(len, pieces), len(pieces))), pa.array(values))
+
+
+def one_list(values: Array) -> pa.ListArray:
+    """A column of a single row that holds all of `values`; nothing is copied."""
+    return pa.ListArray.from_arrays(pa.array(np.array([0, len(values)], np.int32)), pa.array(values))
+
+
+def dictionary_array(values: Sequence[str]) -> pa.DictionaryArray:
+    """Strings that repeat."""
+    codes: dict[str, int] = {}
+    indices = np.fromiter((codes.setdefault(v, len(codes)) for v in values), np.int32, len(values))
+    return pa.DictionaryArray.from_arrays(pa.array(indices), pa.array(list(codes), pa.string()))
+
+
+def list_views(column: pa.ListArray) -> tuple[Array, list[int]]:
+    """(values, offsets) of a list column: row i is values[offsets[i] : offsets[i + 1]]."""
+    values: Array = column.values.to_numpy(zero_copy_only=True)
+    return values, column.offsets.to_numpy().tolist()
+
+
+DICTIONARY = pa.dictionary(pa.int32(), pa.string())

@@ -1,0 +1,187 @@
+"""What all stream files have in common: names that say what is inside, headers, and reading that trusts nothing unchecked.
+
+A file is named `<stem>_a<attempt>_<sequence>_<bytes>_<crc32>.arrow`. With size and checksum in the name, a file found by
+listing is checked like an announced one, and the file itself stays plain Arrow, which any tool opens. The header (metadata of
+the Arrow schema) says kind, schema version, run, attempt, writer and sequence. Sequence numbers rise over all restarts of a
+writer: order goes by them, never by times of the filesystem.
+"""
+
+import errno
+import random
+import re
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from prl.runfolder.publish import publish
+
+SCHEMA_VERSION = 1
+_NAME = re.compile(r"(?P<stem>.+)_a(?P<attempt>\d+)_(?P<sequence>\d+)_(?P<bytes>\d+)_(?P<checksum>[0-9a-f]{8})\.arrow")
+_NOT_YET_VISIBLE = (errno.ENOENT, errno.ESTALE)
+
+
+class StreamError(Exception):
+    """A file is not what it was announced as, or holds what the schema forbids. It is of no use to anyone."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """A group of a rollout file, for its announcement."""
+
+    group: int
+    issue: int
+    rollouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A durable stream file, as it is announced."""
+
+    path: Path
+    bytes: int
+    checksum: str  # crc32 of all its bytes, 8 hexadecimal digits
+    attempt: int
+    sequence: int
+    groups: tuple[GroupFacts, ...] = ()  # of rollout files
+
+    def announcement(self, run_folder: Path) -> dict[str, Any]:
+        """JSON for the control plane; the path is relative to the run folder."""
+        return {
+            "path": self.path.relative_to(run_folder).as_posix(),
+            "bytes": self.bytes,
+            "checksum": self.checksum,
+            "sequence": self.sequence,
+            "groups": [{"group": g.group, "issue": g.issue, "rollouts": g.rollouts} for g in self.groups],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    kind: str  # "rollouts", "step" or "ledger"
+    run: str
+    attempt: int
+    writer: str
+    sequence: int
+
+    def metadata(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        return {
+            "prl.kind": self.kind,
+            "prl.schema_version": str(SCHEMA_VERSION),
+            "prl.run": self.run,
+            "prl.attempt": str(self.attempt),
+            "prl.writer": self.writer,
+            "prl.sequence": str(self.sequence),
+            **(more or {}),
+        }
+
+
+def publish_arrow(folder: Path, stem: str, header: Header, data: pa.Buffer, groups: tuple[GroupFacts, ...] = ()) -> Published:
+    """Make an Arrow file durable under its final name. Raises OSError; nothing is left behind then."""
+    checksum = checksum_of(data)
+    path = folder / f"{stem}_a{header.attempt:03d}_{header.sequence:08d}_{data.size}_{checksum}.arrow"
+
+    def write(file: Any) -> None:
+        file.write(data)
+
+    publish(path, write)
+    return Published(path, data.size, checksum, header.attempt, header.sequence, groups)
+
+
+def list_published(folder: Path) -> list[tuple[str, Published]]:
+    """(stem, file) of every finished stream file in a folder, by attempt and sequence, from one listing. Other names are
+    passed over; a folder that is not there is empty."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        match = None if path.name.startswith(".") else _NAME.fullmatch(path.name)
+        if match:
+            file = Published(path, int(match["bytes"]), match["checksum"], int(match["attempt"]), int(match["sequence"]))
+            found.append((match["stem"], file))
+    return sorted(found, key=lambda f: (f[1].attempt, f[1].sequence))
+
+
+def next_sequence(folder: Path) -> int:
+    """The number after the highest one in use: a writer that starts again asks once."""
+    return max((file.sequence for _, file in list_published(folder)), default=-1) + 1
+
+
+def checksum_of(data: pa.Buffer | bytes) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+def read_checked(
+    path: Path,
+    size_bytes: int,
+    checksum: str,
+    *,
+    wait_s: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> pa.Buffer:
+    """The bytes of a published file, once size and checksum are right. On a shared filesystem a new name may show late on other
+    nodes: for up to `wait_s` the parent is listed (which refreshes what the node believes) and the file opened again.
+    Raises StreamError; other OSErrors as they are."""
+    end = clock() + wait_s
+    while True:
+        try:
+            return _read_checked(path, size_bytes, checksum)
+        except OSError as error:
+            if error.errno not in _NOT_YET_VISIBLE:
+                raise
+            if clock() >= end:
+                raise StreamError(f"{path}: not there after waiting {wait_s:g} s for it ({error.strerror})") from error
+        sleep(random.uniform(0.05, 0.15))  # noqa: S311  (so that the nodes do not ask in step)
+        if path.parent.is_dir():
+            list(path.parent.iterdir())
+
+
+def _read_checked(path: Path, size_bytes: int, checksum: str) -> pa.Buffer:
+    with path.open("rb") as file:
+        found_bytes = file.seek(0, 2)
+        if found_bytes != size_bytes:
+            raise StreamError(f"{path}: {found_bytes} bytes, announced were {size_bytes}: torn or not the file announced")
+        file.seek(0)
+        data = pa.py_buffer(file.read())
+    if checksum_of(data) != checksum:
+        raise StreamError(f"{path}: checksum {checksum_of(data)}, announced was {checksum}: damaged or not the file announced")
+    return data
+
+
+def open_arrow(
+    path: Path, data: pa.Buffer, kind: str, schema: pa.Schema, run: str | None
+) -> tuple[list[pa.RecordBatch], Header]:
+    """The record batches (views of `data`) and the header of a checked file. Raises StreamError where it is of another kind,
+    schema version, schema or (if `run` is given) run, or not valid Arrow."""
+    try:
+        reader = pa.ipc.open_file(data)
+        batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        found = reader.schema
+        header = _header(found)
+        for batch in batches:
+            batch.validate(full=True)
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise StreamError(f"{path}: not a stream file of prl ({type(error).__name__}: {error})") from error
+    if header.kind != kind:
+        raise StreamError(f"{path}: holds {header.kind!r}, wanted {kind!r}")
+    if found.metadata[b"prl.schema_version"] != str(SCHEMA_VERSION).encode():
+        version = found.metadata[b"prl.schema_version"].decode()
+        raise StreamError(
+            f"{path}: schema version {version}, this program reads {SCHEMA_VERSION}: use the program that wrote it"
+        )
+    if not found.equals(schema):
+        raise StreamError(f"{path}: its columns are not those of schema version {SCHEMA_VERSION}")
+    if run is not None and header.run != run:
+        raise StreamError(f"{path}: of run {header.run!r}, this is run {run!r}")
+    return batches, header
+
+
+def _header(schema: pa.Schema) -> Header:
+    metadata = schema.metadata or {}
+    text = {name: metadata[f"prl.{name}".encode()].decode() for name in ("kind", "run", "attempt", "writer", "sequence")}
+    return Header(text["kind"], text["run"], int(text["attempt"]), text["writer"], int(text["sequence"]))

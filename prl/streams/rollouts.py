@@ -1,0 +1,219 @@
+"""The table of rollouts: one row a turn, one record batch a file."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from prl.flow.versions import Version
+from prl.streams.arrays import DICTIONARY, Array, dictionary_array, list_array, list_views, offsets_of
+from prl.streams.files import Header, StreamError
+from prl.streams.records import Group, Rollout, Turn, VersionSpan
+
+KIND = "rollouts"
+_SPAN = pa.struct([("lineage", pa.int32()), ("step", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+SCHEMA = pa.schema(
+    [
+        ("run_id", DICTIONARY),
+        ("attempt", pa.int32()),
+        ("epoch", pa.int32()),
+        ("problem_id", DICTIONARY),
+        ("group_id", pa.int64()),
+        ("rollout", pa.int32()),
+        ("issue", pa.int32()),
+        ("turn", pa.int32()),
+        ("domain", DICTIONARY),
+        ("dataset", DICTIONARY),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("output_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("versions", pa.list_(_SPAN)),
+        ("reward", pa.float32()),
+        ("metrics", pa.map_(pa.string(), pa.float32())),  # of the rollout, in the row of its first turn
+        ("finish_reason", DICTIONARY),
+        ("replica", pa.int32()),
+        ("started", pa.float64()),
+        ("ended", pa.float64()),
+    ]
+)
+
+
+def check_group(group: Group) -> None:
+    """Raises StreamError where a group holds what no reader would take: a fault of who made it."""
+    if not group.rollouts:
+        raise StreamError(f"group {group.group} ({group.problem}) has no rollouts")
+    for number, rollout in enumerate(group.rollouts):
+        if not rollout.turns:
+            raise StreamError(f"group {group.group} ({group.problem}), rollout {number} has no turns")
+        for turn in rollout.turns:
+            end = 0
+            for span in turn.versions:
+                if span.start != end or span.end < span.start:
+                    break
+                end = span.end
+            if end != len(turn.output_ids) or len(turn.logprobs) != end:
+                raise StreamError(
+                    f"group {group.group} ({group.problem}), rollout {number}: {len(turn.output_ids)} output tokens, "
+                    f"{len(turn.logprobs)} log-probs, versions {[(s.start, s.end) for s in turn.versions]}"
+                )
+
+
+def to_arrow(groups: Sequence[Group], header: Header) -> pa.Buffer:
+    """A whole Arrow file of these groups."""
+    rollouts = [(g, k, r) for g in groups for k, r in enumerate(g.rollouts)]
+    turns = [t for _, _, r in rollouts for t in r.turns]
+    per_rollout = np.fromiter((len(r.turns) for _, _, r in rollouts), np.int64, len(rollouts))
+    per_group = np.fromiter((sum(len(r.turns) for r in g.rollouts) for g in groups), np.int64, len(groups))
+    starts = np.repeat(np.cumsum(per_rollout) - per_rollout, per_rollout)
+    turn_numbers = np.arange(len(turns)) - starts
+
+    def of_groups(values: Sequence[int], dtype: type[np.generic]) -> pa.Array:
+        return pa.array(np.repeat(np.array(values, dtype), per_group))
+
+    def names_of_groups(values: Sequence[str]) -> pa.DictionaryArray:
+        encoded = dictionary_array(values)
+        indices = np.repeat(encoded.indices.to_numpy(), per_group)
+        return pa.DictionaryArray.from_arrays(pa.array(indices), encoded.dictionary)
+
+    columns = {
+        "run_id": pa.DictionaryArray.from_arrays(pa.array(np.zeros(len(turns), np.int32)), pa.array([header.run])),
+        "attempt": pa.array(np.full(len(turns), header.attempt, np.int32)),
+        "epoch": of_groups([g.epoch for g in groups], np.int32),
+        "problem_id": names_of_groups([g.problem for g in groups]),
+        "group_id": of_groups([g.group for g in groups], np.int64),
+        "rollout": pa.array(np.repeat(np.fromiter((k for _, k, _ in rollouts), np.int32, len(rollouts)), per_rollout)),
+        "issue": of_groups([g.issue for g in groups], np.int32),
+        "turn": pa.array(turn_numbers.astype(np.int32)),
+        "domain": names_of_groups([g.domain for g in groups]),
+        "dataset": names_of_groups([g.dataset for g in groups]),
+        "prompt_ids": list_array([t.prompt_ids for t in turns], np.int32),
+        "output_ids": list_array([t.output_ids for t in turns], np.int32),
+        "logprobs": list_array([t.logprobs for t in turns], np.float32),
+        "versions": _spans(turns),
+        "reward": pa.array(np.repeat(np.fromiter((r.reward for _, _, r in rollouts), np.float32, len(rollouts)), per_rollout)),
+        "metrics": _metrics([r for _, _, r in rollouts], turn_numbers),
+        "finish_reason": dictionary_array([t.finish_reason for t in turns]),
+        "replica": pa.array(np.fromiter((t.replica for t in turns), np.int32, len(turns))),
+        "started": pa.array(np.fromiter((t.started for t in turns), np.float64, len(turns))),
+        "ended": pa.array(np.fromiter((t.ended for t in turns), np.float64, len(turns))),
+    }
+    schema = SCHEMA.with_metadata(header.metadata())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.record_batch([columns[name] for name in SCHEMA.names], schema=schema))
+    return sink.getvalue()
+
+
+def _spans(turns: Sequence[Turn]) -> pa.ListArray:
+    spans = [s for t in turns for s in t.versions]
+    fields = [
+        pa.array(np.fromiter((s.version.lineage for s in spans), np.int32, len(spans))),
+        pa.array(np.fromiter((s.version.step for s in spans), np.int64, len(spans))),
+        pa.array(np.fromiter((s.start for s in spans), np.int32, len(spans))),
+        pa.array(np.fromiter((s.end for s in spans), np.int32, len(spans))),
+    ]
+    values = pa.StructArray.from_arrays(fields, fields=list(_SPAN))
+    return pa.ListArray.from_arrays(pa.array(offsets_of((len(t.versions) for t in turns), len(turns))), values)
+
+
+def _metrics(rollouts: Sequence[Rollout], turn_numbers: Array) -> pa.MapArray:
+    lengths = np.zeros(len(turn_numbers), np.int64)
+    lengths[turn_numbers == 0] = [len(r.metrics) for r in rollouts]
+    keys = pa.array([k for r in rollouts for k in r.metrics], pa.string())
+    items = np.fromiter((v for r in rollouts for v in r.metrics.values()), np.float32, len(keys))
+    return pa.MapArray.from_arrays(pa.array(offsets_of(lengths, len(lengths))), keys, pa.array(items))
+
+
+def from_arrow(batch: pa.RecordBatch, where: object) -> list[Group]:
+    """The groups of a batch; token arrays are views. Raises StreamError where the rows do not make up whole groups."""
+    column = {name: batch.column(name) for name in SCHEMA.names}
+    rows = batch.num_rows
+    if rows == 0:
+        return []
+    if any(column[name].null_count for name in SCHEMA.names):
+        raise StreamError(f"{where}: values are missing")
+    group, issue, rollout, turn = (column[n].to_numpy() for n in ("group_id", "issue", "rollout", "turn"))
+    new_group = np.concatenate(([True], (np.diff(group) != 0) | (np.diff(issue) != 0)))
+    new_rollout = np.concatenate(([True], np.diff(rollout) != 0)) | new_group
+    _check_rows(column, new_group, new_rollout, rollout, turn, where)
+
+    turns = _turns(column, rows)
+    rollout_starts = np.flatnonzero(new_rollout).tolist()
+    rewards = column["reward"].to_numpy().tolist()
+    keys, items = column["metrics"].keys.to_pylist(), column["metrics"].items.to_numpy().tolist()
+    at = column["metrics"].offsets.to_numpy().tolist()
+    rollouts = [
+        Rollout(tuple(turns[a:b]), rewards[a], dict(zip(keys[at[a] : at[a + 1]], items[at[a] : at[a + 1]], strict=True)))
+        for a, b in zip(rollout_starts, [*rollout_starts[1:], rows], strict=True)
+    ]
+    groups = []
+    group_starts = np.flatnonzero(new_group)
+    first_rollouts = np.cumsum(new_rollout)[group_starts] - 1
+    for row, a, b in zip(group_starts.tolist(), first_rollouts, [*first_rollouts[1:], len(rollouts)], strict=True):
+        text = {name: column[name][row].as_py() for name in ("domain", "dataset", "problem_id")}
+        groups.append(
+            Group(
+                epoch=column["epoch"][row].as_py(),
+                domain=text["domain"],
+                dataset=text["dataset"],
+                problem=text["problem_id"],
+                group=int(group[row]),
+                issue=int(issue[row]),
+                rollouts=tuple(rollouts[a:b]),
+            )
+        )
+    return groups
+
+
+def _check_rows(
+    column: dict[str, Any], new_group: Array, new_rollout: Array, rollout: Array, turn: Array, where: object
+) -> None:
+    def counts_up(values: Array, restarts: Array, steps: Array) -> bool:
+        """0 where it restarts, one more where it steps, else the same."""
+        counted = np.cumsum(steps)
+        first = counted[np.flatnonzero(restarts)][np.cumsum(restarts) - 1]
+        return bool(np.array_equal(values, counted - first))
+
+    everywhere = np.ones(len(turn), bool)
+    if not counts_up(rollout, new_group, new_rollout) or not counts_up(turn, new_rollout, everywhere):
+        raise StreamError(f"{where}: rollouts or turns are not numbered 0, 1, 2, ... in their group")
+    outputs = np.diff(column["output_ids"].offsets.to_numpy())
+    if not np.array_equal(np.diff(column["logprobs"].offsets.to_numpy()), outputs):
+        raise StreamError(f"{where}: there are not as many log-probs as output tokens")
+    spans, offsets = column["versions"].values, column["versions"].offsets.to_numpy()
+    start, end = spans.field("start").to_numpy(), spans.field("end").to_numpy()
+    covered = np.concatenate(([0], np.cumsum(end.astype(np.int64) - start)))
+    firsts = np.concatenate(([0], end))[:-1].copy()  # each span begins where the one before ended,
+    firsts[offsets[:-1][np.diff(offsets) > 0]] = 0  # the first of a turn at 0
+    if not np.array_equal(start, firsts) or (end < start).any() or not np.array_equal(np.diff(covered[offsets]), outputs):
+        raise StreamError(f"{where}: the versions do not cover the output tokens")
+
+
+def _turns(column: dict[str, Any], rows: int) -> list[Turn]:
+    prompts, prompt_at = list_views(column["prompt_ids"])
+    outputs, output_at = list_views(column["output_ids"])
+    logprobs, logprob_at = list_views(column["logprobs"])
+    spans, span_at = column["versions"].values, column["versions"].offsets.to_numpy().tolist()
+    versions: dict[tuple[int, int], Version] = {}
+    all_spans = [
+        VersionSpan(versions.setdefault((lineage, step), Version(lineage, step)), start, end)
+        for lineage, step, start, end in zip(
+            *(spans.field(n).to_numpy().tolist() for n in ("lineage", "step", "start", "end")), strict=True
+        )
+    ]
+    finish, reasons = column["finish_reason"].indices.to_numpy().tolist(), column["finish_reason"].dictionary.to_pylist()
+    replicas, started, ended = (column[n].to_numpy().tolist() for n in ("replica", "started", "ended"))
+    return [
+        Turn(
+            prompts[prompt_at[i] : prompt_at[i + 1]],
+            outputs[output_at[i] : output_at[i + 1]],
+            logprobs[logprob_at[i] : logprob_at[i + 1]],
+            tuple(all_spans[span_at[i] : span_at[i + 1]]),
+            reasons[finish[i]],
+            replicas[i],
+            started[i],
+            ended[i],
+        )
+        for i in range(rows)
+    ]

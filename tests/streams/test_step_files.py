@@ -1,0 +1,107 @@
+"""Step files: round trip, dealing to ranks, discovery."""
+
+import numpy as np
+import pytest
+
+from prl.flow.ids import RolloutId
+from prl.streams.files import StreamError, next_sequence
+from prl.streams.records import MicroBatch, StepFacts
+from prl.streams.steps import find_steps, read_step, write_step
+
+
+def make_microbatch(rng: np.random.Generator, lengths: list[int], first: int, reference: bool = False) -> MicroBatch:
+    tokens = sum(lengths)
+    floats = [rng.normal(size=tokens).astype(np.float32) for _ in range(4)]
+    return MicroBatch(
+        tokens=rng.integers(0, 99, tokens).astype(np.int32),
+        positions=np.concatenate([np.arange(n) for n in lengths]).astype(np.int32),
+        boundaries=np.cumsum([0, *lengths]).astype(np.int32),
+        loss_weights=floats[0],
+        advantages=floats[1],
+        old_logprobs=floats[2],
+        reference_logprobs=floats[3] if reference else None,
+        lags=rng.integers(-1, 3, tokens).astype(np.int32),
+        rollouts=tuple(RolloutId(0, f"d/{first + i}", first + i, i % 3, 0) for i in range(len(lengths))),
+    )
+
+
+def make_step(rng: np.random.Generator, step: int, count: int, reference: bool = False) -> tuple[list[MicroBatch], StepFacts]:
+    made = [make_microbatch(rng, rng.integers(1, 30, 1 + i % 4).tolist(), 10 * i, reference) for i in range(count)]
+    return made, StepFacts(step, 12.5, 77, 40, count)
+
+
+def assert_same(a: MicroBatch, b: MicroBatch) -> None:
+    for name in MicroBatch.__slots__:
+        x, y = getattr(a, name), getattr(b, name)
+        if isinstance(y, np.ndarray):
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y)
+        else:
+            assert x == y
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_round_trip(tmp_path, reference):
+    made, facts = make_step(np.random.default_rng(0), 7, 5, reference)
+    published = write_step(tmp_path, 7, made, facts, run="run", attempt=2, sequence=3)
+    file = read_step(published.path, published.bytes, published.checksum, run="run")
+    assert file.facts == facts
+    assert (file.header.attempt, file.header.sequence) == (2, 3)
+    for number, microbatch in enumerate(made):
+        assert_same(file.microbatch(number), microbatch)
+        assert not file.microbatch(number).tokens.flags.owndata
+    assert file.rollout_ids() == sorted({i for m in made for i in m.rollouts})
+
+
+def test_any_number_of_ranks_deals_the_same_micro_batches(tmp_path):
+    made, facts = make_step(np.random.default_rng(1), 1, 8)
+    published = write_step(tmp_path, 1, made, facts, run="run", attempt=1, sequence=0)
+    file = read_step(published.path, published.bytes, published.checksum)
+    for ranks in (1, 2, 4, 8):
+        dealt = file.deal(ranks)
+        assert sorted(i for rank in dealt for i in rank) == list(range(8))
+        assert {len(rank) for rank in dealt} == {8 // ranks}
+    assert sorted(i for rank in file.deal(3) for i in rank) == list(range(8))
+
+
+def test_the_latest_file_of_a_step_is_found(tmp_path):
+    rng = np.random.default_rng(2)
+    assert find_steps(tmp_path / "nowhere") == {}
+    published = []
+    for attempt, step in ((1, 10), (1, 9), (1, 10), (2, 11), (2, 10)):
+        made, facts = make_step(rng, step, 2)
+        published.append(write_step(tmp_path, step, made, facts, run="run", attempt=attempt, sequence=next_sequence(tmp_path)))
+    (tmp_path / ".tmp-x").write_bytes(b"torn")
+    found = find_steps(tmp_path)
+    assert list(found) == [9, 10, 11]
+    assert {s: f.path for s, f in found.items()} == {9: published[1].path, 10: published[4].path, 11: published[3].path}
+    for step, file in found.items():
+        assert read_step(file.path, file.bytes, file.checksum).facts.step == step
+
+
+def test_contradictions_are_refused(tmp_path):
+    made, facts = make_step(np.random.default_rng(0), 7, 2)
+    with pytest.raises(StreamError, match="has the facts"):
+        write_step(tmp_path, 8, made, facts, run="run", attempt=1, sequence=0)
+    with pytest.raises(StreamError, match="has the facts"):
+        write_step(tmp_path, 7, made[:1], facts, run="run", attempt=1, sequence=0)
+    broken = MicroBatch(**{**{n: getattr(made[0], n) for n in MicroBatch.__slots__}, "lags": made[0].lags[:-1]})
+    with pytest.raises(StreamError, match=r"micro-batch 1: .*lags"):
+        write_step(tmp_path, 7, [made[0], broken], facts, run="run", attempt=1, sequence=0)
+    broken = MicroBatch(**{**{n: getattr(made[1], n) for n in MicroBatch.__slots__}, "boundaries": made[1].boundaries[:-1]})
+    with pytest.raises(StreamError, match="boundaries"):
+        write_step(tmp_path, 7, [made[0], broken], facts, run="run", attempt=1, sequence=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_is_refused(tmp_path):
+    made, facts = make_step(np.random.default_rng(0), 7, 2)
+    published = write_step(tmp_path, 7, made, facts, run="run", attempt=1, sequence=0)
+    data = bytearray(published.path.read_bytes())
+    published.path.write_bytes(data[:-1])
+    with pytest.raises(StreamError, match="announced were"):
+        read_step(published.path, published.bytes, published.checksum)
+    data[200] ^= 1
+    published.path.write_bytes(data)
+    with pytest.raises(StreamError, match="checksum"):
+        read_step(published.path, published.bytes, published.checksum)
