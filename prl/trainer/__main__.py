@@ -3,11 +3,16 @@
 Saving a checkpoint starts processes that import this module again: what is heavy is imported inside `main`.
 """
 
+import logging
+import warnings
+
 from prl.control.child import Child, run_threaded_child
 from prl.control.threaded import ThreadedClient
 
 
 def main(child: Child, client: ThreadedClient) -> None:
+    warnings.filterwarnings("ignore", module="megatron")  # about kernels that it does without, on every rank
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     from prl.trainer import device
 
     device.install(child.config.train.threads)

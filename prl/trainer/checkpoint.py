@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from prl.trainer.engine import Engine
-from prl.trainer.hf_folder import replace_folder
+from prl.trainer.hf_folder import replace_folder, sync
 
 _PART = "trainer"
 
@@ -25,6 +25,8 @@ def save_checkpoint(engine: Engine, folder: Path, step: int) -> None:
         temporary.mkdir(parents=True)
     dist.barrier()
     dist_checkpointing.save(_state(engine, step, is_loading=False), str(temporary))
+    for path in temporary.glob(f"__{dist.get_rank()}_*"):
+        sync(path)  # each node must write back its own
     dist.barrier()
     if dist.get_rank() == 0:
         (folder / "manifest.json").unlink(missing_ok=True)

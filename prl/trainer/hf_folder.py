@@ -58,7 +58,7 @@ def write_folder(folder: Path, tensors: Iterable[tuple[str, Tensor]], source: Pa
 def replace_folder(temporary: Path, final: Path) -> None:
     """Make a folder's files durable and give it its name. What had the name before goes last."""
     for path in temporary.rglob("*"):
-        _sync(path)
+        sync(path)
     sync_folder(temporary)
     old = final.with_name(f".old-{final.name}")
     shutil.rmtree(old, ignore_errors=True)
@@ -88,7 +88,8 @@ def _write_config(path: Path, dtype: str) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file or the names in a folder durable."""
     if path.is_dir():
         sync_folder(path)
         return

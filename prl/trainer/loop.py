@@ -77,7 +77,9 @@ def _train(child: Child, client: ThreadedClient, engine: Engine, channel: Channe
             break
         waited_s = time.monotonic() - ended
         client.progress(f"training step {step + 1}")
-        data = read_step(child.run.path / file["path"], file["bytes"], file["checksum"])
+        data = read_step(
+            child.run.path / file["path"], file["bytes"], file["checksum"], wait_s=child.config.control.lost_after_s
+        )
         if data.facts.step != step + 1:
             raise ValueError(f"{file['path']} holds step {data.facts.step}, but step {step + 1} is due")
         mine = data.deal(parallel_state.get_data_parallel_world_size())[parallel_state.get_data_parallel_rank()]

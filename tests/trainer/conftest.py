@@ -28,12 +28,17 @@ class Results:
             return dict(file)
 
 
-def run_ranks(command: list[str], ranks: int, environment: Mapping[str, str] | None = None) -> None:
-    """One process a rank, as torchrun would start them; raises with their output when one fails."""
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    shared = {
+        return int(server.getsockname()[1])
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun, or the node agent, would set."""
+    return {
         **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -41,13 +46,15 @@ def run_ranks(command: list[str], ranks: int, environment: Mapping[str, str] | N
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONWARNINGS": "ignore",
-        **(environment or {}),
     }
+
+
+def run_ranks(command: list[str], ranks: int) -> None:
+    """One process a rank; raises with their output when one fails."""
+    port = free_port()
     with tempfile.TemporaryFile() as output:
         processes = [
-            subprocess.Popen(
-                command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=output, stderr=subprocess.STDOUT
-            )
+            subprocess.Popen(command, env=rank_environment(rank, ranks, port), stdout=output, stderr=subprocess.STDOUT)
             for rank in range(ranks)
         ]
         try:

@@ -67,10 +67,8 @@ def test_loss_gradient_and_measures_equal_the_formulas(results, name, loss_kind)
     trained = batch.loss_weights > 0
     lags = batch.lags[trained]
     advantages = batch.advantages[trained]
-    if loss_kind == "ppo":
-        clipped = ((advantages > 0) & (ratios > 1.2)) | ((advantages < 0) & (ratios < 0.8))
-    else:
-        clipped = ratios > 1.1
+    outside = ((advantages > 0) & (ratios > 1.2)) | ((advantages < 0) & (ratios < 0.8))
+    clipped = outside if loss_kind == "ppo" else ratios > 1.1
     measured = {
         "grad_norm": norm,
         "tokens": trained.sum(),

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -175,7 +176,7 @@ def main(folder: Path) -> None:
         sequences = packed_sequences(boundaries, torch.zeros(sum(lengths), dtype=torch.int64))
         ours = PackedAttention(config)(*packed, None, packed_seq_params=sequences)
         loop = []
-        for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+        for start, end in pairwise(boundaries.tolist()):
             q, k, v = (x[start:end].permute(1, 2, 0, 3) for x in plain)
             k, v = (x.repeat_interleave(2, 1) for x in (k, v))
             attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -1,0 +1,203 @@
+"""`python -m prl.trainer` as the node agent starts it, against the real control plane, step files and weight transfer. What
+answers its calls stands in for the orchestrator and one sampler."""
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import free_port, rank_environment
+from safetensors.torch import load_file
+from trainer_data import facts, microbatches
+
+from prl.config.load import dump
+from prl.config.schema import Config
+from prl.control.options import ControlOptions
+from prl.control.server import ControlServer
+from prl.control.token import create_token
+from prl.flow.ids import RolloutId
+from prl.orchestrator.options import RunOptions
+from prl.runfolder.paths import RunFolder
+from prl.sampler.options import SampleOptions
+from prl.streams.steps import write_step
+from prl.trainer.options import TrainOptions
+from prl.weights.digest import digest
+from prl.weights.plan import from_json
+from prl.weights.transport import SamplerEnd
+
+RANKS = 2
+TRAIN = TrainOptions(
+    tensor_parallel=RANKS, learning_rate=1e-3, clip_grad=1e6, entropy_coefficient=0.01, kl_coefficient=0.1, weight_decay=0.01
+)
+
+
+@dataclass
+class Run:
+    """A run folder with what the orchestrator would know of it."""
+
+    folder: RunFolder
+    files: dict[int, dict[str, Any]] = field(default_factory=dict)  # announced step files
+    stop_after: int = 3
+    save_after: int = 2
+    versions: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # what the sampler got, by lineage:step
+    digests: dict[str, str] = field(default_factory=dict)  # what the trainer said it sent
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    joined: list[int] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def run(model_folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    folder.create()
+    os.symlink(model_folders / "qwen3", folder.model)
+    config = Config(
+        run=RunOptions(folder=str(folder)),
+        train=TRAIN,
+        sample=SampleOptions(dtype="float32"),
+        control=ControlOptions(wait_s=60.0, start_s=60.0, heartbeat_s=0.2),
+    )
+    folder.config.write_text(dump(config))
+    create_token(folder.token)
+    run = Run(folder)
+    for step in (1, 2, 3):
+        with_ids = [_with_ids(batch, step) for batch in microbatches()]
+        file = write_step(folder.steps, step, with_ids, facts(step), run=str(folder), attempt=1, sequence=step)
+        run.files[step] = {
+            "step": step,
+            "path": str(file.path.relative_to(folder.path)),
+            "bytes": file.bytes,
+            "checksum": file.checksum,
+        }
+    return run
+
+
+def _with_ids(batch, step):
+    return replace(batch, rollouts=tuple(RolloutId(0, "digits/1", step, k, 0) for k in range(len(batch.boundaries) - 1)))
+
+
+async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
+    """Start the ranks, answer their calls, and return their exit codes."""
+    sampler: list[SamplerEnd] = []
+    tasks = []
+
+    async def offer(member, body):
+        assert member.index == 0
+
+        def receive():
+            if not sampler:
+                sampler.append(SamplerEnd(body["master_address"], body["master_port"], 1, 2, 1, 60.0))
+            specs = from_json(body["tensors"])
+            assert sum(spec.bytes for spec in specs) == body["bytes"]
+            return sampler[0].receive(specs, 256 * 2**20)
+
+        async def keep():
+            run.versions[f"{body['lineage']}:{body['step']}"] = await asyncio.to_thread(receive)
+
+        tasks.append(asyncio.create_task(keep()))
+        return {"epoch": 1, "world_size": 2, "send": True}
+
+    async def sent(member, body):
+        await tasks[-1]
+        run.digests[f"{body['lineage']}:{body['step']}"] = body["digest"]
+        return {}
+
+    async def next_step(member, body):
+        return {"file": run.files.get(body["step"]), "stop": False}
+
+    async def trained(member, body):
+        run.metrics[body["step"]] = body["metrics"]
+        return {"stop": body["step"] >= run.stop_after, "save": body["step"] == run.save_after}
+
+    async def checkpoint(member, body):
+        run.checkpoints.append({key: body[key] for key in ("step", "path", "export")})
+        return {}
+
+    handlers = {
+        "offer_version": offer,
+        "version_sent": sent,
+        "next_step": next_step,
+        "trained": trained,
+        "checkpoint": checkpoint,
+    }
+    server = ControlServer(
+        run.folder.token.read_text(),
+        handlers,
+        on_join=lambda member: run.joined.append(member.index),
+        on_fail=lambda member, error, trace: run.failures.append(error),
+    )
+    url = await server.start("127.0.0.1")
+    shared = {
+        "PRL_RUN": str(run.folder),
+        "PRL_ATTEMPT": "1",
+        "PRL_ROLE": "trainer",
+        "PRL_CONTROL_URL": url,
+        "PRL_HOST": "127.0.0.1",
+        **environment,
+    }
+    port = free_port()
+    processes = [
+        await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "prl.trainer", env={**rank_environment(rank, RANKS, port), **shared, "PRL_INDEX": str(rank)}
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        return [await asyncio.wait_for(process.wait(), 120) for process in processes]
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+        for end in sampler:
+            end.close()
+        await server.close()
+
+
+def test_a_run_from_its_start_to_its_export(run, results):
+    assert asyncio.run(start_and_serve(run, {})) == [0, 0]
+    assert sorted(run.joined) == [0, 1]
+    assert run.failures == []
+
+    assert list(run.versions) == ["0:0", "0:1", "0:2", "0:3"]
+    start = load_file(results.folder / "qwen3" / "model.safetensors")
+    assert all(torch.equal(run.versions["0:0"][name], tensor) for name, tensor in start.items())
+    for label, tensors in run.versions.items():
+        assert str(digest(tensors)) == run.digests[label]
+    assert len(set(run.digests.values())) == 4
+
+    expected = results[RANKS, "step"]  # the same steps without the loop around them
+    for step in (1, 2, 3):
+        assert run.metrics[step]["train/loss"] == pytest.approx(float(expected[f"{step}:train/loss"]), abs=1e-6)
+        assert {"train/wait_s", "train/step_s", "train/send_s", "train/grad_norm"} <= run.metrics[step].keys()
+
+    assert run.checkpoints == [
+        {"step": 2, "path": "checkpoints/step_000002", "export": None},
+        {"step": 3, "path": "checkpoints/step_000003", "export": "export"},
+    ]
+    exported = load_file(run.folder.export / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in run.versions["0:3"].items())
+    assert json.loads((run.folder.export / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_a_resumed_run_goes_on_as_before_and_a_damaged_step_file_ends_it(run):
+    """Depends on the run above, which left the checkpoint."""
+    before = dict(run.metrics), run.versions["0:3"]
+    run.versions.clear()
+    run.stop_after = 9
+    run.files[4] = {**run.files[3], "step": 4, "checksum": "00000000"}
+    environment = {"PRL_RESUME": str(run.folder.checkpoint(2)), "PRL_LINEAGE": "1"}
+    assert asyncio.run(start_and_serve(run, environment)) == [1, 1]
+
+    assert list(run.versions) == ["1:2", "1:3"]
+    assert run.metrics[3]["train/loss"] == before[0][3]["train/loss"]
+    assert all(torch.equal(run.versions["1:3"][name], tensor) for name, tensor in before[1].items())
+    assert run.failures
+    assert all("checksum" in failure for failure in run.failures)
+    assert np.isfinite(run.metrics[3]["train/grad_norm"])
