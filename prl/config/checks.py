@@ -113,7 +113,7 @@ def _random_model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
         problems.append(f"model.kv_heads = {options.kv_heads}: must divide model.heads = {options.heads}")
     if options.head_dim % 2:
         problems.append(f"model.head_dim = {options.head_dim}: must be even (rotary positions turn pairs)")
-    if options.architecture == "qwen2" and options.head_dim * options.heads != options.hidden_size:
+    elif options.architecture == "qwen2" and options.head_dim * options.heads != options.hidden_size:
         problems.append(
             f"model.head_dim = {options.head_dim}: qwen2 wants hidden_size / heads = {options.hidden_size}/{options.heads}; "
             f"change one of the three"

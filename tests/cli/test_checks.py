@@ -1,0 +1,200 @@
+"""Every bad input has its message, and all of them come at once."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from prl.config.checks import check, count_parameters, estimate_memory_bytes, resolve_paths
+from prl.config.load import ConfigError, load, replace
+from prl.config.schema import Config
+from prl.domains.options import DomainOptions
+
+GIB = 1024**3
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture
+def good(tmp_path):
+    config = replace(
+        Config(),
+        run={"folder": str(tmp_path / "runs" / "one")},
+        model={"init": "random", "architecture": "qwen2"},
+        sample={"max_model_len": 64, "kv_cache_mib": 64},
+        actor={"max_tokens": 5},
+        train={"tensor_parallel": 2},
+    )
+    return dataclasses.replace(config, domains=(DomainOptions(name="digits"),))
+
+
+def problems(config, **options):
+    with pytest.raises(ConfigError) as caught:
+        check(config, memory_bytes=16 * GIB, **options)
+    return str(caught.value).splitlines()
+
+
+def model_folder(path, **changes):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "model.safetensors").write_text("")
+    return {"path": str(path), "init": "pretrained", "architecture": None}
+
+
+def test_a_good_configuration_has_neither_problems_nor_warnings(good):
+    assert check(good, memory_bytes=16 * GIB) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "words"),
+    [
+        ("run", {"steps": 0}, "run.steps = 0: must be at least 1"),
+        ("run", {"groups_per_step": 0}, "run.groups_per_step = 0: must be at least 1"),
+        ("run", {"max_lag": -1}, "run.max_lag = -1: must not be negative"),
+        ("run", {"steps_per_generation": 0}, "run.steps_per_generation = 0: must be at least 1"),
+        ("run", {"rollouts_per_group": 1}, "run.rollouts_per_group = 1: preprocess.advantage = group_std compares"),
+        ("run", {"stop_at_reward": 0.9}, "run.stop_at_reward = 0.9: needs evaluations; set run.evaluate_every_steps"),
+        ("run", {"evaluate_every_steps": 5, "evaluate_problems": 0}, "run.evaluate_problems = 0: must be at least 1"),
+        ("run", {"name": "a/b"}, "run.name = 'a/b': give a name without slashes"),
+        ("model", {"init": "pretrained", "architecture": None}, "model.path is empty: name a Hugging Face folder"),
+        ("model", {"architecture": None}, "model.architecture = null: with init: random give"),
+        ("model", {"path": "/no/such/model", "architecture": None}, "model.path = /no/such/model: no such folder"),
+        ("model", {"path": "/tmp"}, "model.architecture = qwen2: is for models without a path"),
+        ("model", {"kv_heads": 3}, "model.kv_heads = 3: must divide model.heads = 2"),
+        ("model", {"head_dim": 33}, "model.head_dim = 33: must be even"),
+        ("model", {"head_dim": 64}, "model.head_dim = 64: qwen2 wants hidden_size / heads = 64/2"),
+        ("model", {"layers": 0}, "model.layers = 0: must be at least 1"),
+        (
+            "train",
+            {"tensor_parallel": 4},
+            "train.tensor_parallel = 4: does not divide the model's 2 query heads; choose one of 1, 2",
+        ),
+        ("train", {"kl_coefficient": 0.1}, "train.kl_coefficient = 0.1: the KL term needs the log-probs of a reference model"),
+        ("train", {"tensor_parallel": 1, "sequence_parallel": True}, "train.sequence_parallel = true: needs"),
+        ("sample", {"tensor_parallel": 3}, "sample.tensor_parallel = 3: does not divide the model's 2 query heads"),
+        ("sample", {"kv_cache_mib": None}, "sample.kv_cache_mib = null: without accelerators the KV cache needs a size"),
+        ("sample", {"max_model_len": 4096}, "sample.max_model_len = 4096: the model has 1024 positions"),
+        ("sample", {"max_num_seqs": 0}, "sample.max_num_seqs = 0: must be at least 1"),
+        ("actor", {"max_tokens": 64}, "actor.max_tokens = 64: leaves no room for a prompt in sample.max_model_len = 64"),
+        ("actor", {"processes": 0}, "actor.processes = 0: must be at least 1"),
+        ("actor", {"temperature": 0.0}, "actor.temperature = 0.0: must be above 0"),
+        ("actor", {"top_p": 0.0}, "actor.top_p = 0.0: must be above 0 and at most 1"),
+        ("preprocess", {"pack_tokens": 5}, "preprocess.pack_tokens = 5: an answer of actor.max_tokens = 5 and its prompt"),
+        ("cluster", {"time_min": 0}, "cluster.time_min = 0: must be at least 1"),
+        ("cluster", {"gpus_per_node": 500}, "cluster.gpus_per_node = 500: this machine has "),
+    ],
+)
+def test_one_bad_key_gives_one_line(good, section, keys, words):
+    (line,) = problems(replace(good, **{section: keys}))
+    assert line.startswith(words)
+
+
+def test_all_problems_come_at_once(good):
+    lines = problems(replace(good, run={"steps": 0}, actor={"processes": 0}, train={"tensor_parallel": 4}))
+    assert [line.split(" ")[0] for line in lines] == ["run.steps", "actor.processes", "train.tensor_parallel"]
+
+
+def test_tensor_parallel_against_the_models_own_config(good, tmp_path):
+    config = replace(good, model=model_folder(tmp_path / "model"))
+    lines = problems(config)
+    assert lines == ["train.tensor_parallel = 2: does not divide the model's 9 query heads; choose one of 1, 3, 9"]
+    assert check(replace(config, train={"tensor_parallel": 3}), memory_bytes=16 * GIB) == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("config.json", "has no config.json"),
+        ("tokenizer.json", "has no tokenizer.json"),
+        ("model.safetensors", "has no *.safetensors weights"),
+    ],
+)
+def test_an_incomplete_model_folder(good, tmp_path, missing, words):
+    config = replace(good, model=model_folder(tmp_path / "model"))
+    (tmp_path / "model" / missing).unlink()
+    (line,) = problems(config)
+    assert line.startswith(f"model.path = {tmp_path / 'model'}: {words}")
+
+
+def test_a_model_that_prl_does_not_know(good, tmp_path):
+    (line,) = problems(replace(good, model=model_folder(tmp_path / "model", model_type="mamba"), train={"tensor_parallel": 1}))
+    assert "model_type mamba is none of qwen2, qwen3, llama" in line
+
+
+def test_a_broken_model_config(good, tmp_path):
+    config = replace(good, model=model_folder(tmp_path / "model"))
+    (tmp_path / "model" / "config.json").write_text("{")
+    (line,) = problems(config)
+    assert "its config.json cannot be read: JSONDecodeError" in line
+
+
+def test_domains_need_their_files(good, tmp_path):
+    (tmp_path / "there.parquet").touch()
+    options = {"paths": [str(tmp_path / "there.parquet"), "/no/data.jsonl"], "evaluate_paths": "/no/more.jsonl"}
+    config = dataclasses.replace(good, domains=(DomainOptions(name="gsm8k", options=options, weight=0.0),))
+    weight, train, evaluate = problems(config)
+    assert weight.startswith("domains[0].weight = 0.0: must be above 0")
+    assert train == "domains[0].options.paths = /no/data.jsonl: no such file; name the data of domain gsm8k"
+    assert evaluate.startswith("domains[0].options.evaluate_paths = /no/more.jsonl: no such file")
+    (line,) = problems(dataclasses.replace(good, domains=()))
+    assert line.startswith("domains is empty")
+
+
+def test_a_folder_that_holds_another_run(good):
+    folder = Path(good.run.folder)
+    folder.mkdir(parents=True)
+    assert check(good, memory_bytes=16 * GIB) == []
+    (folder / "config.yaml").touch()
+    (line,) = problems(good)
+    assert line.startswith(f"run.folder = {folder}: already holds another run; go on with it by prl-submit --resume {folder}")
+    assert check(good, resume=True, memory_bytes=16 * GIB) == []
+
+
+def test_a_machine_with_too_little_memory(good):
+    with pytest.raises(ConfigError, match=r"this machine has 1.0 GiB of memory free, the run needs about \d\.\d: lower"):
+        check(good, memory_bytes=GIB)
+    assert check(replace(good, cluster={"nodes": 2}), memory_bytes=GIB) == []
+
+
+def test_parameters_of_known_models():
+    # SmolLM2-135M has 134,515,008 parameters, of which 35,136 are norms.
+    assert count_parameters(LLAMA) == 134_515_008 - 35_136
+    # Qwen2.5-7B has 7,615,616,512, of which 128,512 + 71,680 are biases and norms.
+    qwen = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    qwen |= {"intermediate_size": 18944, "vocab_size": 152064}
+    assert count_parameters(qwen) == pytest.approx(7_615_616_512, rel=1e-4)
+
+
+def test_memory_grows_with_what_is_asked_for(good):
+    base = estimate_memory_bytes(good, LLAMA)
+    more = replace(good, sample={"kv_cache_mib": 64 + 1024})
+    assert estimate_memory_bytes(more, LLAMA) - base == GIB
+    assert estimate_memory_bytes(replace(good, cluster={"replicas_per_node": 2}), LLAMA) > base + GIB
+
+
+def test_warnings_do_not_stop_a_run(good):
+    config = replace(good, actor={"temperature": 0.7, "top_p": 0.9}, preprocess={"pack_tokens": 32})
+    temperature, top_p, pack = check(config, memory_bytes=16 * GIB)
+    assert temperature.startswith("actor.temperature = 0.7: training assumes 1")
+    assert top_p.startswith("actor.top_p = 0.9: training assumes 1")
+    assert "longer rollouts are discarded" in pack
+
+
+def test_paths_become_absolute_and_survive_the_yaml(tmp_path):
+    text = "run: {name: one}\nmodel: {path: models/a}\ndomains: [{name: gsm8k, options: {paths: [a, /b], template: a}}]\n"
+    (tmp_path / "c.yaml").write_text(text)
+    config = resolve_paths(load(tmp_path / "c.yaml"), Path("/base"))
+    assert config.run.folder == "/base/runs/one"
+    assert config.model.path == "/base/models/a"
+    assert config.domains[0].options == {"paths": ["/base/a", "/b"], "template": "a"}

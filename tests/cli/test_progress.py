@@ -1,0 +1,80 @@
+import io
+import json
+
+import pytest
+
+from prl.cli.progress import Outcome, follow
+from prl.config.load import replace
+from prl.config.schema import Config
+from prl.metrics import names
+from prl.metrics.events import MetricsWriter
+from prl.runfolder.paths import RunFolder
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.attempt(1).mkdir()
+    return folder
+
+
+def played(run, stream, *looks, attempt=1):
+    """Follow a run of 100 steps whose files change at each look; the job has ended at the last one."""
+    rest = list(looks)
+
+    def ended(_wait_s):
+        rest.pop(0)()
+        return not rest
+
+    ticks = iter(range(0, 1000, 10))
+    return follow(run, attempt, replace(Config(), run={"steps": 100}), ended, stream, clock=lambda: next(ticks))
+
+
+def write_step(writer, step, time):
+    values = {names.REWARD_MEAN: 0.25, names.LAG_MEAN: 1.5, names.STEP_S: 2.0, names.TOKENS: 5000.0}
+    writer.write(values, step=step, kind=names.STEP, time=time)
+    writer.flush()
+
+
+def test_lines_where_there_is_no_terminal(run):
+    (run.attempt(1) / "exit.json").write_text(json.dumps({"outcome": "failed", "cause": "trainer 0 died", "code": 1}))
+    out = io.StringIO()
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer, MetricsWriter(run.metrics, "old", 0, 2) as other:
+
+        def phase():
+            writer.write({}, kind=names.PHASE, labels={"name": "samplers start"})
+            writer.flush()
+
+        def two_steps():
+            write_step(other, 90, 1.0)  # another attempt's
+            write_step(writer, 1, 100.0)
+            write_step(writer, 2, 102.0)
+
+        def evaluation():
+            writer.write({names.EVAL_REWARD_MEAN: 0.5}, step=2, kind=names.EVALUATION)
+            writer.flush()
+
+        outcome = played(run, out, phase, two_steps, evaluation)
+    assert outcome == Outcome("failed", "trainer 0 died", 1)
+    assert out.getvalue().splitlines() == [
+        "step 0/100  samplers start",
+        "step 2/100  reward 0.250  lag 1.5  2,500 tokens/s  2.00 s/step  3:16 left",
+        "step 2/100  reward 0.250  held-out 0.500  lag 1.5  2,500 tokens/s  2.00 s/step  3:16 left",
+    ]
+
+
+def test_one_line_on_a_terminal(run):
+    out = Terminal()
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+        outcome = played(run, out, lambda: None, lambda: write_step(writer, 1, 100.0), lambda: None)
+    assert outcome is None
+    first, second = out.getvalue().split("\x1b[K")[:2]
+    assert first == "\rstep 0/100  starting"
+    assert second == "\rstep 1/100  reward 0.250  lag 1.5  2,500 tokens/s  2.00 s/step  3:18 left"
+    assert out.getvalue().count("\n") == 1

@@ -1,0 +1,190 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from prl.cli import plan, submit
+
+CONFIG = """
+run: {name: one, steps: 20}
+model: {init: random, architecture: qwen2}
+domains: [{name: digits}]
+train: {tensor_parallel: 2}
+sample: {dtype: float32, max_model_len: 64, kv_cache_mib: 64}
+actor: {max_tokens: 5}
+verifier: {processes: 0}
+"""
+HEAVY = ("torch", "vllm", "megatron", "transformers")
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def with_function(name, *arguments, **options):
+    program = [sys.executable, str(Path(__file__).parent / "run_submit.py"), name, *arguments]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def test_dry_run_prints_the_plan_and_the_script_and_writes_nothing(config, capsys):
+    assert submit.main(["c.yaml", "--nodes", "3", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "3 nodes, a heterogeneous Slurm job" in out
+    assert "#SBATCH hetjob" in out
+    assert f"export PRL_RUN={config}/runs/one" in out
+    assert submit.main(["c.yaml", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "this machine, without Slurm" in out
+    assert "#SBATCH" not in out
+    assert files(config) == ["c.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing.yaml"], "missing.yaml: no such file"),
+        ([], "name a configuration"),
+        (["c.yaml", "--set", "run.stepz=3"], "unknown key run.stepz; did you mean run.steps?"),
+        (["c.yaml", "--set", "run.steps=many"], "run.steps: expected a whole number, found text 'many'"),
+        (
+            ["c.yaml", "--set", "train.tensor_parallel=3"],
+            "train.tensor_parallel = 3: does not divide the model's 2 query heads",
+        ),
+        (["c.yaml", "--nodes", "1", "--set", "cluster.train_nodes=2"], "cluster.train_nodes = 2: with one node"),
+        (["c.yaml", "--nodes", "2", "--set", "cluster.sbatch.output=x"], "cluster.sbatch.output: is set by prl-submit"),
+        (["c.yaml", "--set", "domains=[{name: digitz}]"], "there is no domain digitz"),
+        (["--resume", "runs/none"], "no run lies there"),
+        (["c.yaml", "--resume", "runs/none"], "leave out c.yaml"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(config, capsys, arguments, words):
+    assert submit.main([*arguments, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("prl-submit: error: ")
+    assert words in error
+    assert files(config) == ["c.yaml"]
+
+
+def test_slurm_without_a_controller_is_an_error_and_writes_nothing(config, capsys, monkeypatch):
+    (config / "slurm.conf").write_text(
+        "ClusterName=none\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nMessageTimeout=1\n"
+        "NodeName=n1\nPartitionName=p Nodes=n1\n"
+    )
+    monkeypatch.setenv("SLURM_CONF", str(config / "slurm.conf"))
+    assert submit.main(["c.yaml", "--nodes", "2"]) == 2
+    assert re.search(
+        "asks for 2 Slurm nodes, but (no Slurm controller answers|scontrol: no such program)", capsys.readouterr().err
+    )
+    assert files(config) == ["c.yaml", "slurm.conf"]
+
+
+def test_resume_needs_a_finished_checkpoint(config, capsys):
+    process = with_function("fail", "c.yaml")
+    assert process.wait(60) == 1
+    (config / "runs/one/checkpoints/step_000010").mkdir()
+    assert submit.main(["--resume", "runs/one"]) == 2
+    assert "no finished checkpoint to go on from" in capsys.readouterr().err
+    (config / "runs/one/checkpoints/step_000010/manifest.json").write_text("{}")
+    assert submit.main(["--resume", "runs/one", "--dry-run"]) == 0
+    os.chdir("/")
+    process = with_function("fail", "--resume", str(config / "runs/one"), "--set", "run.steps=30")
+    assert process.wait(60) == 1
+    assert (config / "runs/one/latest").readlink() == Path("attempt_002")
+    assert "steps: 20" in (config / "runs/one/attempt_001/config.yaml").read_text()
+    assert "steps: 30" in (config / "runs/one/config.yaml").read_text()
+    assert f"folder: {config}/runs/one\n" in (config / "runs/one/config.yaml").read_text()
+
+
+def test_a_local_run_that_fails_ends_with_its_cause_and_a_code(config):
+    process = with_function("fail", "c.yaml")
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "the run failed" in out
+    assert "ValueError: the cause of it all" in out
+    second = with_function("fail", "c.yaml")
+    assert "already holds another run; go on with it by prl-submit --resume" in second.communicate(timeout=60)[0]
+    assert second.returncode == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_run_in_order(config, number):
+    process = with_function("wait_for_term", "c.yaml", start_new_session=True)
+    started, end = config / "runs/one/started", time.monotonic() + 30
+    while not started.exists():
+        assert time.monotonic() < end
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    os.killpg(process.pid, number)  # what a terminal does
+    out = process.communicate(timeout=30)[0]
+    assert process.returncode == 130
+    assert "Ctrl-C: ending the run" in out if number == signal.SIGINT else "SIGTERM: ending the run" in out
+    assert f"cancelled; the run's folder is {config}/runs/one" in out
+    assert (config / "runs/one/ended in order").exists()
+
+
+@pytest.mark.slurm
+def test_slurm_returns_after_submission_with_what_to_do_next(config):
+    process = with_function("tell", "c.yaml", "--nodes", "3", "--set", "cluster.time_min=2")
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 0
+    job = re.search(r"job (\d+) submitted", out)[1]
+    assert f"scancel {job}" in out
+    record = json.loads((config / "runs/one/attempt_001/submission.json").read_text())
+    assert (record["kind"], record["job_id"], record["nodes"]) == ("het", job, [1, 2])
+    results = [config / f"runs/one/attempt_001/submitit/{job}_{task}_result.pkl" for task in range(3)]
+    end = time.monotonic() + 60
+    while not all(path.exists() for path in results):
+        assert time.monotonic() < end, (config / "runs/one/attempt_001/logs/batch.log").read_text()
+        time.sleep(0.1)
+
+
+@pytest.mark.slurm
+def test_slurm_with_wait_follows_the_job(config):
+    process = with_function("fail", "c.yaml", "--nodes", "2", "--wait", "--set", "cluster.time_min=2")
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert re.search(r"the run failed \(job \d+ is FAILED\): ValueError: the cause of it all", out)
+
+
+def test_options_lists_every_key_with_help_and_default(capsys):
+    assert submit.main(["--options"]) == 0
+    out = capsys.readouterr().out
+    assert "  train.learning_rate = 1e-06\n      AdamW's learning rate after the warm-up\n" in out
+    assert "  cluster.nodes = null\n      nodes in all; null: this machine, without Slurm\n" in out
+    assert "domains[]: the tasks that are trained on\n  domains[].name = (must be given)\n" in out
+    assert "[pipeline | conventional]" in out
+
+
+def test_plan_prints_the_split(config, capsys):
+    assert plan.main(["c.yaml", "--nodes", "5", "--set", "cluster.train_nodes=2"]) == 0
+    out = capsys.readouterr().out
+    assert "train  2 nodes, each: 2 trainer ranks on CPUs" in out
+    assert "sample 3 nodes, each: 1 sampler on CPUs" in out
+    assert plan.main(["c.yaml", "--nodes", "0"]) == 2
+    assert "prl-plan: error: cluster.nodes = 0" in capsys.readouterr().err
+
+
+def test_a_login_node_starts_in_under_a_second_without_the_engines(config):
+    code = (
+        "import sys, time; from prl.cli.submit import main; code = main(['c.yaml', '--nodes', '3', '--dry-run']);"
+        "import prl.orchestrator.agent;"  # what a submission imports besides
+        f"print(code, time.process_time(), [m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    exit_code, cpu_s, heavy = done.stderr.split(maxsplit=2)
+    assert exit_code == "0"
+    assert heavy.strip() == "[]"
+    assert float(cpu_s) < 1.0

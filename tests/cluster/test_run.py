@@ -1,0 +1,91 @@
+import sys
+
+import pytest
+
+from prl.cluster.executors import SlurmWatcher, fold_states
+from prl.cluster.run import Output, ProgramError, run
+from prl.cluster.slurm import SlurmError, check_slurm, job_state
+from prl.cluster.split import make_split
+from prl.config.load import replace
+from prl.config.schema import Config
+
+
+def python(code, **options):
+    return run([sys.executable, "-c", code], **options)
+
+
+def test_output_and_code():
+    assert python("print('a b'); import sys; sys.exit(3)", check=False) == Output(3, "a b\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such-program-anywhere"], "no-such-program-anywhere: no such program"),
+        ([sys.executable, "-c", "import time; time.sleep(60)"], "no answer within 0.2 s"),
+        ([sys.executable, "-c", "import sys; sys.exit('broken')"], "exit code 1.*broken"),
+    ],
+)
+def test_failures_say_which_program_and_how(arguments, words):
+    with pytest.raises(ProgramError, match=words):
+        run(arguments, timeout_s=0.2 if "sleep" in arguments[-1] else 10.0)
+
+
+def test_no_shell_looks_at_the_arguments():
+    assert run([sys.executable, "-c", "import sys; print(sys.argv[1])", "$HOME; ls *"]).out == "$HOME; ls *\n"
+
+
+@pytest.mark.parametrize(
+    ("states", "folded"),
+    [
+        (["COMPLETED", "COMPLETED"], "COMPLETED"),
+        (["COMPLETED", "RUNNING"], "RUNNING"),
+        (["FAILED", "NODE_FAIL"], "NODE_FAIL"),
+        (["CANCELLED by 0", "FAILED"], "FAILED"),
+        (["CANCELLED+", "COMPLETED"], "CANCELLED"),
+        (["TIMEOUT", "OUT_OF_ME+"], "OUT_OF_ME"),  # an unknown word is the worst
+        ([""], "UNKNOWN"),
+    ],
+)
+def test_one_state_for_all_components(states, folded):
+    assert fold_states(states) == folded
+
+
+def test_rows_of_a_heterogeneous_job_become_one():
+    text = (
+        "JobID|State|NodeList\n63+0|FAILED|n1\n63+0.batch|FAILED|n1\n63+0.0|FAILED|n1\n63+1|CANCELLED by 0|n[2-3]\n"
+        "70|COMPLETED|n4\n70.batch|COMPLETED|n4\n"
+    )
+    assert SlurmWatcher().read_info(text.encode()) == {
+        "63": {"JobID": "63", "State": "FAILED", "NodeList": "n1,n[2-3]"},
+        "70": {"JobID": "70", "State": "COMPLETED", "NodeList": "n4"},
+    }
+
+
+def answers(**by_program):
+    """A runner that gives recorded output."""
+    return lambda arguments, **_: by_program[arguments[0]]
+
+
+UP = Output(0, "Slurmctld(primary) at login is UP\n", "")
+
+
+def test_enough_nodes_and_a_controller():
+    split = make_split(Config(), nodes=3)
+    check_slurm(Config(), split, answers(scontrol=UP, sinfo=Output(0, "n1\nn2\nn2\nn3\n", "")))
+    with pytest.raises(SlurmError, match="asks for 3 nodes, but the cluster has 2"):
+        check_slurm(Config(), split, answers(scontrol=UP, sinfo=Output(0, "n1\nn2\nn2\n", "")))
+    config = replace(Config(), cluster={"partition": "gpu"})
+    with pytest.raises(SlurmError, match=r"cluster\.partition = gpu: Slurm knows no nodes"):
+        check_slurm(config, split, answers(scontrol=UP, sinfo=Output(0, "", "")))
+    with pytest.raises(SlurmError, match=r"no Slurm controller answers .*is DOWN"):
+        check_slurm(Config(), split, answers(scontrol=Output(1, "Slurmctld(primary) at login is DOWN\n", "")))
+
+
+def test_a_job_that_left_the_queue_is_looked_up_in_the_accounting():
+    gone = Output(1, "", "slurm_load_jobs error: Invalid job id specified\n")
+    assert job_state("63", answers(squeue=Output(0, "RUNNING\nRUNNING\n", ""))) == "RUNNING"
+    assert job_state("63", answers(squeue=gone, sacct=Output(0, "FAILED\nCANCELLED by 0\n", ""))) == "FAILED"
+    assert job_state("63", answers(squeue=gone, sacct=Output(1, "", "Slurm accounting storage is disabled\n"))) is None
+    with pytest.raises(ProgramError, match="Unable to contact"):
+        job_state("63", answers(squeue=Output(1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")))

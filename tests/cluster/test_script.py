@@ -1,0 +1,103 @@
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from prl.cluster.script import render, task_command, task_environment, template_folder
+from prl.cluster.split import make_split
+from prl.config.load import ConfigError, replace
+from prl.config.schema import Config
+from prl.runfolder.paths import RunFolder
+
+RUN = RunFolder("/data/my runs/one")
+
+
+def script(nodes, **cluster):
+    config = replace(Config(), run={"name": "my run"}, cluster=cluster)
+    command = task_command(RUN.attempt(2) / "submitit", python="/opt/python")
+    return render(config, make_split(config, nodes), task_environment(RUN, 2), command, RUN.logs(2) / "batch.log")
+
+
+def directives(text):
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_a_heterogeneous_job():
+    text = script(
+        3,
+        gpus_per_node=8,
+        cpus_per_node=64,
+        memory_per_node_gib=1.5,
+        time_min=90,
+        partition="gpu",
+        account="me",
+        sbatch={"constraint": "h100&nvlink", "exclusive": True, "nice": 10, "overcommit": False},
+        setup=("module load cuda", "export A='b c'"),
+    )
+    both = [
+        *("--ntasks-per-node=1", "--time=90", "--partition=gpu", "--account=me", "--cpus-per-task=64", "--mem=1536M"),
+        *("--gpus-per-node=8", "--constraint='h100&nvlink'", "--exclusive", "--nice=10"),
+    ]
+    assert directives(text) == [
+        "--job-name='my run'",
+        "--output='/data/my runs/one/attempt_002/logs/batch.log'",
+        "--open-mode=append",
+        "--no-requeue",
+        "--nodes=1",
+        *both,
+        "hetjob",
+        "--nodes=2",
+        *both,
+    ]
+    lines = text.splitlines()
+    assert lines.index("module load cuda") + 1 == lines.index("export A='b c'")
+    assert "export PRL_RUN='/data/my runs/one'" in lines
+    assert "export PRL_ATTEMPT=2" in lines
+    assert "export PYTHONSAFEPATH=1" in lines
+    assert "export PYTHONPATH='/data/my runs/one/code'\"${PYTHONPATH:+:$PYTHONPATH}\"" in lines
+    srun = text[text.index("\nsrun ") :]
+    assert "--het-group=0-1 " in srun
+    assert "--kill-on-bad-exit=1" in srun
+    assert srun.rstrip().endswith("/opt/python -u -m submitit.core._submit '/data/my runs/one/attempt_002/submitit'")
+
+
+def test_a_plain_job():
+    text = script(1, gpus_per_node=8, sbatch={"requeue": True})
+    assert directives(text) == [
+        "--job-name='my run'",
+        "--output='/data/my runs/one/attempt_002/logs/batch.log'",
+        "--open-mode=append",
+        "--requeue",
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        "--time=60",
+        "--gpus-per-node=8",
+    ]
+    assert "--het-group" not in text
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_the_result_is_bash(nodes, tmp_path):
+    text = script(nodes, setup=("if true; then", "  :", "fi"))
+    assert "@@" not in text
+    path = tmp_path / "script.sh"
+    path.write_text(text)
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("partition", "cluster.sbatch.partition: has a key of its own, cluster.partition"),
+        ("gpus_per_node", "has a key of its own, cluster.gpus_per_node"),
+        ("array", "cluster.sbatch.array: is set by prl-submit"),
+        ("output", "cluster.sbatch.output: is set by prl-submit"),
+    ],
+)
+def test_options_that_prl_sets_itself_are_refused(option, words):
+    with pytest.raises(ConfigError, match=words):
+        script(3, sbatch={option: "x"})
+
+
+def test_templates_lie_beside_the_package():
+    assert template_folder() == Path(__file__).parents[2] / "slurm"

@@ -1,0 +1,105 @@
+import pytest
+
+from prl.cluster.split import Component, NodeShare, make_split
+from prl.config.load import ConfigError, replace
+from prl.config.schema import Config
+
+
+def config(**keys):
+    """Config with keys of the form section__key."""
+    sections: dict[str, dict] = {}
+    for name, value in keys.items():
+        section, key = name.split("__")
+        sections.setdefault(section, {})[key] = value
+    return replace(Config(), **sections)
+
+
+def share(ranks, trainer_devices, replica_devices):
+    return NodeShare(ranks, trainer_devices, len(replica_devices), replica_devices)
+
+
+def test_without_slurm_and_without_accelerators():
+    split = make_split(config(train__tensor_parallel=2))
+    assert split.kind == "local"
+    assert split.components == (Component("all", 1, share(2, (), ((),))),)
+    assert (split.nodes, split.world_size, split.data_parallel, split.replicas) == (1, 2, 1, 1)
+
+
+def test_more_training_processes_than_tensor_parallel_are_data_parallel():
+    split = make_split(config(train__tensor_parallel=2, cluster__train_devices=4, cluster__replicas_per_node=2))
+    assert (split.world_size, split.data_parallel, split.replicas) == (4, 2, 2)
+
+
+def test_one_node_of_eight_accelerators_is_divided_by_device():
+    split = make_split(config(cluster__gpus_per_node=8, train__tensor_parallel=4, sample__tensor_parallel=2), nodes=1)
+    assert split.kind == "plain"
+    assert split.components == (Component("all", 1, share(4, (0, 1, 2, 3), ((4, 5), (6, 7)))),)
+
+
+def test_fewer_samplers_than_fit():
+    split = make_split(config(cluster__gpus_per_node=8, cluster__replicas_per_node=3), nodes=1)
+    assert split.components[0].node == share(1, (0,), ((1,), (2,), (3,)))
+
+
+def test_eight_nodes_of_eight_accelerators():
+    split = make_split(
+        config(
+            cluster__gpus_per_node=8,
+            cluster__nodes=8,
+            cluster__train_nodes=3,
+            train__tensor_parallel=4,
+            sample__tensor_parallel=2,
+        )
+    )
+    assert split.kind == "het"
+    assert split.components == (
+        Component("train", 3, share(8, tuple(range(8)), ())),
+        Component("sample", 5, share(0, (), ((0, 1), (2, 3), (4, 5), (6, 7)))),
+    )
+    assert (split.nodes, split.world_size, split.data_parallel, split.replicas) == (8, 24, 6, 20)
+
+
+def test_three_nodes_without_accelerators():
+    split = make_split(config(train__tensor_parallel=2), nodes=3)
+    assert [(c.name, c.nodes, c.node.trainer_ranks, c.node.replicas) for c in split.components] == [
+        ("train", 1, 2, 0),
+        ("sample", 2, 0, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "keys", "words"),
+    [
+        (0, {}, "cluster.nodes = 0.*at least 1"),
+        (2, {"cluster__train_nodes": 2}, "cluster.train_nodes = 2: of 2 nodes.*at least 3 nodes"),
+        (3, {"cluster__train_nodes": 0}, "cluster.train_nodes = 0"),
+        (None, {"cluster__train_nodes": 2}, "cluster.train_nodes = 2: with one node"),
+        (1, {"cluster__gpus_per_node": 4, "train__tensor_parallel": 4}, "4 to train and 1 for one sampler.*2 nodes"),
+        (2, {"cluster__gpus_per_node": 4, "train__tensor_parallel": 8}, "train.tensor_parallel = 8: must divide.*= 4"),
+        (2, {"cluster__gpus_per_node": 4, "train__tensor_parallel": 3}, "train.tensor_parallel = 3: must divide.*= 4"),
+        (2, {"cluster__gpus_per_node": 4, "sample__tensor_parallel": 8}, "room for 0 samplers of sample.tensor_parallel = 8"),
+        (2, {"cluster__gpus_per_node": 4, "cluster__train_devices": 2}, "cluster.train_devices = 2.*leave it null"),
+        (1, {"cluster__gpus_per_node": 4, "cluster__replicas_per_node": 4}, "room for 3 samplers.*not for 4"),
+        (None, {"train__tensor_parallel": 2, "cluster__train_devices": 3}, "train_devices = 3: must be a multiple of.*= 2"),
+        (None, {"cluster__replicas_per_node": 0}, "replicas_per_node = 0"),
+        (None, {"train__tensor_parallel": 0}, "must be at least 1"),
+        (30, {"run__groups_per_step": 4}, r"30 nodes hold 29 samplers.*at most 20 groups.*run.max_lag \+ 1"),
+        (30, {"run__groups_per_step": 4, "run__mode": "conventional"}, "at most 16 groups.*steps_per_generation"),
+        (
+            9,
+            {"cluster__train_nodes": 8, "run__groups_per_step": 2, "run__rollouts_per_group": 2},
+            "data parallel 8, but a step has 4 rollouts",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_number_and_the_way_out(nodes, keys, words):
+    with pytest.raises(ConfigError, match=words):
+        make_split(config(**keys), nodes=nodes)
+
+
+def test_the_description_names_devices_and_counts():
+    text = make_split(config(cluster__gpus_per_node=4, train__tensor_parallel=2, sample__tensor_parallel=2), nodes=2).describe()
+    assert "2 nodes, a heterogeneous Slurm job" in text
+    assert "train  1 node, each: 4 trainer ranks on devices 0-3" in text
+    assert "sample 1 node, each: 2 samplers on devices 0-1 | 2-3" in text
+    assert "4 trainer ranks (tensor parallel 2 x data parallel 2), 2 samplers (tensor parallel 2)" in text
