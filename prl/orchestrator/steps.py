@@ -78,6 +78,7 @@ class StepDesk:
             "cursor": len(announcements),
             "trained_step": self.trained,
             "next_step": self.next_step,
+            "awaited_from": self._dispatcher.awaited_from,
             "lineage": self._lineage,
             "forks": {str(lineage): step for lineage, step in self._forks.items()},
             "stop": self._rollouts.ended,

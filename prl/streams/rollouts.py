@@ -195,13 +195,13 @@ def _turns(column: dict[str, Any], rows: int) -> list[Turn]:
     outputs, output_at = list_views(column["output_ids"])
     logprobs, logprob_at = list_views(column["logprobs"])
     spans, span_at = column["versions"].values, column["versions"].offsets.to_numpy().tolist()
-    versions: dict[tuple[int, int], Version] = {}
-    all_spans = [
-        VersionSpan(versions.setdefault((lineage, step), Version(lineage, step)), start, end)
-        for lineage, step, start, end in zip(
-            *(spans.field(n).to_numpy().tolist() for n in ("lineage", "step", "start", "end")), strict=True
-        )
-    ]
+    made: dict[tuple[int, int, int, int], VersionSpan] = {}  # most spans of a file are equal
+    all_spans = []
+    for key in zip(*(spans.field(n).to_numpy().tolist() for n in ("lineage", "step", "start", "end")), strict=True):
+        span = made.get(key)
+        if span is None:
+            span = made[key] = VersionSpan(Version(key[0], key[1]), key[2], key[3])
+        all_spans.append(span)
     finish, reasons = column["finish_reason"].indices.to_numpy().tolist(), column["finish_reason"].dictionary.to_pylist()
     replicas, started, ended = (column[n].to_numpy().tolist() for n in ("replica", "started", "ended"))
     return [
