@@ -1,0 +1,201 @@
+"""Groups to micro-batches, against arrays written out by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from prl.flow.ids import RolloutId
+from prl.flow.versions import Version
+from prl.preprocess.assemble import (
+    ABANDONED,
+    CUT,
+    EMPTY,
+    EQUAL,
+    OVERLONG,
+    TOO_OLD,
+    Moment,
+    build_step,
+    prepare,
+    refusal,
+    to_sequences,
+    versions_of,
+)
+from prl.preprocess.options import PreprocessOptions
+from prl.streams.records import Group, MicroBatch, Rollout, Turn, VersionSpan
+
+MOMENT = Moment(step=5, lineage=0, forks={}, max_lag=4)
+OPTIONS = PreprocessOptions(advantage="leave_one_out", pack_tokens=32)
+
+
+def turn(prompt, output, versions=((3, None),), finish="stop", lineage=0) -> Turn:
+    """`versions`: (step, end) of each span; None: up to the end."""
+    spans, start = [], 0
+    for step, end in versions:
+        end = len(output) if end is None else end
+        spans.append(VersionSpan(Version(lineage, step), start, end))
+        start = end
+    logprobs = -np.array(output, np.float32) / 10
+    return Turn(np.array(prompt, np.int32), np.array(output, np.int32), logprobs, tuple(spans), finish, 0, 0.0, 1.0)
+
+
+def group(*rollouts: tuple[list[Turn], float], number=0) -> Group:
+    made = tuple(Rollout(tuple(turns), reward) for turns, reward in rollouts)
+    return Group(0, "d", "", f"d/{number}", number, 0, made)
+
+
+def ids(number: int, *rollouts: int) -> list[RolloutId]:
+    return [RolloutId(0, f"d/{number}", number, k, 0) for k in rollouts]
+
+
+def test_two_rollouts_by_hand():
+    made = group(([turn([1, 2], [11, 12, 13], ((2, 1), (4, None)))], 1.0), ([turn([1, 2], [14])], 0.0))
+    step = build_step([prepare(made, OPTIONS)], MOMENT, OPTIONS, 1)
+    (microbatch,) = step.microbatches
+    expected = {
+        "tokens": [1, 2, 11, 12, 13, 1, 2, 14],
+        "positions": [0, 1, 2, 3, 4, 0, 1, 2],
+        "boundaries": [0, 5, 8],
+        "loss_weights": [0, 0, 1, 1, 1, 0, 0, 1],
+        "advantages": [0, 0, 1, 1, 1, 0, 0, -1],
+        "old_logprobs": [0, 0, -1.1, -1.2, -1.3, 0, 0, -1.4],
+        "lags": [-1, -1, 2, 0, 0, -1, -1, 1],  # step 5: version 2 is 2 steps old, version 4 none, version 3 one
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(getattr(microbatch, name), values, rtol=1e-6, err_msg=name)
+    for name in ("tokens", "positions", "boundaries", "lags"):
+        assert getattr(microbatch, name).dtype == np.int32
+    for name in ("loss_weights", "advantages", "old_logprobs"):
+        assert getattr(microbatch, name).dtype == np.float32
+    assert microbatch.reference_logprobs is None
+    assert microbatch.rollouts == tuple(ids(0, 0, 1))
+    facts = step.facts
+    assert (facts.step, facts.denominator, facts.trained_tokens, facts.samples, facts.microbatches) == (5, 4.0, 4, 2, 1)
+    assert step.metrics == pytest.approx(
+        {
+            "reward_mean": 0.5,
+            "reward_std": 0.5,
+            "groups_all_equal": 0.0,
+            "output_tokens_mean": 2.0,
+            "cut_share": 0.0,
+            "mixed_version_share": 0.5,
+            "lag_mean": 0.75,
+            "lag_max": 2.0,
+            "rollouts": 2.0,
+            "pack_waste": 1 - 8 / 32,
+        }
+    )
+
+
+def test_sample_weights_make_every_rollout_count_the_same():
+    options = replace(OPTIONS, token_weight="sample")
+    made = group(([turn([1], [11, 12, 13, 14]), turn([9], [15])], 1.0), ([turn([1], [16, 17])], 0.0))
+    step = build_step([prepare(made, options)], MOMENT, options, 1)
+    totals: dict[int, float] = {}
+    for microbatch in step.microbatches:
+        for s, rollout in enumerate(microbatch.rollouts):
+            part = microbatch.loss_weights[microbatch.boundaries[s] : microbatch.boundaries[s + 1]]
+            totals[rollout.rollout] = totals.get(rollout.rollout, 0) + float(part.sum())
+            assert set(part[part > 0].tolist()) == {np.float32(0.2) if rollout.rollout == 0 else np.float32(0.5)}
+    assert totals == pytest.approx({0: 1.0, 1: 1.0})
+    assert step.facts.denominator == pytest.approx(2.0)
+    assert step.facts.samples == 2
+    assert step.facts.trained_tokens == 7
+
+
+def test_turns_that_continue_are_one_sequence():
+    first = turn([1, 2], [11, 12], ((2, None),))
+    second = turn([1, 2, 11, 12, 3], [13], ((4, None),))
+    other = turn([1, 2, 99, 12, 3, 13], [14, 15], ((4, None),))  # a re-written history begins anew
+    rollout = Rollout((first, second, other), 1.0)
+    assert [s.tokens for s in to_sequences(rollout)] == [6, 8]
+    prepared = prepare(group(([first, second, other], 1.0), ([turn([5], [16])], 0.0)), OPTIONS)
+    (microbatch,) = build_step([prepared], MOMENT, OPTIONS, 1).microbatches
+    # longest first: the re-written turn, the merged one, the other rollout
+    assert microbatch.tokens.tolist() == [1, 2, 99, 12, 3, 13, 14, 15, 1, 2, 11, 12, 3, 13, 5, 16]
+    assert microbatch.lags.tolist() == [-1] * 6 + [0, 0] + [-1, -1, 2, 2, -1, 0] + [-1, 1]
+    assert microbatch.loss_weights.tolist() == [0] * 6 + [1, 1] + [0, 0, 1, 1, 0, 1] + [0, 1]
+    assert microbatch.rollouts == tuple(ids(0, 0, 0, 1))
+
+
+def test_the_first_token_of_a_sequence_never_trains():
+    made = group(([turn([], [11, 12])], 1.0), ([turn([], [13])], 0.0), ([turn([1], [])], 0.0))
+    prepared = prepare(made, OPTIONS)
+    assert prepared.discarded == [(i, EMPTY) for i in ids(0, 1, 2)]
+    (microbatch,) = build_step([prepared], MOMENT, OPTIONS, 1).microbatches
+    for name, values in {"loss_weights": [0, 1], "lags": [-1, 1], "old_logprobs": [0, -1.2], "advantages": [0, 1]}.items():
+        np.testing.assert_allclose(getattr(microbatch, name), values, err_msg=name)
+
+
+def test_left_out_rollouts_still_belong_to_the_baseline():
+    long = list(range(40))
+    made = group(([turn([1], long)], 1.0), ([turn([1], [11], finish="length")], 0.0), ([turn([1], [12])], 0.5))
+    prepared = prepare(made, OPTIONS)
+    assert prepared.discarded == [(i, OVERLONG) for i in ids(0, 0)]
+    assert [(s.rollout, s.advantage) for s in prepared.samples] == [(ids(0, 1)[0], -0.75), (ids(0, 2)[0], 0.0)]
+    prepared = prepare(made, replace(OPTIONS, mask_cut=True))
+    assert prepared.discarded == [(ids(0, 0)[0], OVERLONG), (ids(0, 1)[0], CUT)]
+
+
+def test_equal_groups_are_dropped_where_asked():
+    made = group(([turn([1], [11])], 0.5), ([turn([1], [12])], 0.5))
+    assert len(prepare(made, OPTIONS).samples) == 2
+    assert prepare(made, replace(OPTIONS, drop_equal_groups=True)).discarded == [(i, EQUAL) for i in ids(0, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("versions", "lineage", "forks", "reason"),
+    [
+        ([(0, 0)], 0, {}, TOO_OLD),  # lag 5 - 1 - 0 = 4 > 3
+        ([(0, 1)], 0, {}, None),
+        ([(0, 1), (0, 0)], 0, {}, TOO_OLD),
+        ([(0, 3), (1, 4)], 1, {1: 3}, None),  # an ancestor and its descendant
+        ([(0, 4)], 1, {1: 3}, ABANDONED),  # made after the fork
+        ([(1, 4)], 0, {}, ABANDONED),
+    ],
+)
+def test_a_group_is_as_old_as_its_oldest_token(versions, lineage, forks, reason):
+    assert refusal(frozenset(Version(*v) for v in versions), Moment(5, lineage, forks, 3)) == reason
+
+
+def test_tokens_from_the_future_are_an_error():
+    with pytest.raises(ValueError, match="version 0:5 for step 5"):
+        refusal(frozenset([Version(0, 5)]), MOMENT)
+
+
+def test_versions_that_sampled_nothing_do_not_count():
+    made = group(([turn([1], [11], ((0, 0), (4, None)))], 1.0))
+    assert versions_of(made) == {Version(0, 4)}
+
+
+@pytest.mark.parametrize("weight", ["token", "sample"])
+def test_the_step_is_the_same_for_any_number_of_ranks(weight):
+    """However it is packed, every token is there once with the same weight, advantage, log-prob and lag."""
+    options = replace(OPTIONS, token_weight=weight)
+    rng = np.random.default_rng(0)
+    groups = []
+    for number in range(4):
+        rollouts = [
+            ([turn(rng.integers(1, 9, 2), rng.integers(10, 99, rng.integers(1, 20)))], float(rng.random())) for _ in range(4)
+        ]
+        groups.append(prepare(group(*rollouts, number=number), options))
+
+    def contents(microbatches: list[MicroBatch]) -> dict:
+        found = {}
+        for m in microbatches:
+            for s, rollout in enumerate(m.rollouts):
+                a, b = m.boundaries[s], m.boundaries[s + 1]
+                arrays = (m.tokens, m.positions, m.loss_weights, m.advantages, m.old_logprobs, m.lags)
+                found[rollout] = tuple(tuple(x[a:b].tolist()) for x in arrays)
+        return found
+
+    one = build_step(groups, MOMENT, options, 1)
+    for ranks in (2, 3, 4):
+        other = build_step(groups, MOMENT, options, ranks)
+        assert len(other.microbatches) % ranks == 0
+        assert contents(other.microbatches) == contents(one.microbatches)
+        assert other.facts.denominator == pytest.approx(one.facts.denominator)
+        assert (other.facts.samples, other.facts.trained_tokens) == (one.facts.samples, one.facts.trained_tokens)
+    assert len(contents(one.microbatches)) == 16
+    few = build_step(groups[:1], MOMENT, options, 8)  # more ranks than sequences: some idle
+    assert len(few.microbatches) == 4
