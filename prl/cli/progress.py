@@ -42,7 +42,8 @@ class Progress:
     def take(self, event: Event) -> None:
         values = event.values
         if event.kind == names.PHASE:
-            self.phase = event.labels.get("name", self.phase)
+            name = event.labels.get("name", self.phase)
+            self.phase = self.phase if name == names.COMMAND else name
         elif event.kind == names.EVALUATION:
             self.held_out = values.get(names.EVAL_REWARD_MEAN, self.held_out)
         elif event.kind == names.STEP and event.step is not None and event.step > self.step:

@@ -40,15 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         config, folder = _read(options)
-        warnings = check(config, resume=options.resume is not None)
-        _check_domains(config)
-        split = make_split(config)
-        for warning in warnings:
-            print(f"prl-submit: warning: {warning}", file=sys.stderr)
         if options.dry_run:
-            _show(config, split, folder)
+            _show(config, make_split(config), folder)  # also where something is missing yet; what, is said below
+        _check(config, resume=options.resume is not None)
+        split = make_split(config)
+        if options.dry_run:
             return 0
         if split.kind != "local":
+            submission.script_for(config, split, folder, 1)  # refuses options that cannot be, before anything is written
             check_slurm(config, split)
         job = _submit(config, split, folder, resume=options.resume is not None)
         if split.kind == "local" or options.wait:
@@ -108,10 +107,13 @@ def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
     return config, RunFolder(config.run.folder)
 
 
-def _check_domains(config: Config) -> None:
+def _check(config: Config, *, resume: bool) -> None:
+    """Raises ConfigError with every problem found; prints warnings."""
     from prl.domains.api import DomainError
     from prl.domains.registry import check_domain
 
+    for warning in check(config, resume=resume):
+        print(f"prl-submit: warning: {warning}", file=sys.stderr)
     problems = []
     for domain in config.domains:
         try:
@@ -166,10 +168,16 @@ def _follow(job: Submission, config: Config) -> int:
     except _CancelledError as reason:
         for number in before:
             signal.signal(number, signal.SIG_IGN)  # the run is ending already; its grace has a limit
-        print(f"\n{reason}: ending the run (up to {config.control.stop_s:g} s)", flush=True)
-        job.cancel(config.control.stop_s)
+        try:
+            print(f"\n{reason}: ending the run (up to {config.control.stop_s:g} s)", flush=True)
+        finally:  # a closed terminal takes no words
+            job.cancel(config.control.stop_s)
         print(f"cancelled; the run's folder is {job.run}", flush=True)
         return CANCELLED
+    except BaseException:
+        if job.kind == "local":  # nobody is left who could end it
+            job.cancel(config.control.stop_s)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

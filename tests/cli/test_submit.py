@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from prl.cli import plan, submit
+from prl.metrics import names
+from prl.metrics.events import MetricsWriter
 
 CONFIG = """
 run: {name: one, steps: 20}
@@ -89,6 +91,25 @@ def test_slurm_without_a_controller_is_an_error_and_writes_nothing(config, capsy
         "asks for 2 Slurm nodes, but (no Slurm controller answers|scontrol: no such program)", capsys.readouterr().err
     )
     assert files(config) == ["c.yaml", "slurm.conf"]
+
+
+def test_a_bad_sbatch_option_writes_nothing(config, capsys):
+    assert submit.main(["c.yaml", "--nodes", "2", "--set", "cluster.sbatch.array=1-3"]) == 2
+    assert "cluster.sbatch.array: is set by prl-submit" in capsys.readouterr().err
+    assert files(config) == ["c.yaml"]
+
+
+def test_a_run_whose_reader_is_gone_is_ended(config):
+    process = with_function("wait_for_term", "c.yaml")
+    started, end = config / "runs/one/started", time.monotonic() + 30
+    while not started.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.stdout.close()
+    with MetricsWriter(config / "runs/one/metrics", "orchestrator", 0, 1) as writer:
+        writer.write({}, step=1, kind=names.STEP)
+    assert process.wait(30) == 1
+    assert (config / "runs/one/ended in order").exists()
 
 
 def test_resume_needs_a_finished_checkpoint(config, capsys):
