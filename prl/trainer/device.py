@@ -37,7 +37,7 @@ def has_transformer_engine() -> bool:
 
 
 def install(threads: int) -> None:
-    """Prepare this process and thread. Call before the first import of megatron; a second call does nothing.
+    """Prepare this process (for good) and thread. Call before the first import of megatron; a second call does nothing.
 
     `threads` is the number of CPU threads that torch may use where there is no GPU.
     """
@@ -80,6 +80,11 @@ def _is_cuda(value: Any) -> bool:
     return (isinstance(value, str) and value.startswith("cuda")) or (isinstance(value, torch.device) and value.type == "cuda")
 
 
+def _not_compiled(model: Any = None, **options: Any) -> Any:
+    """Stands for torch.compile, as a call or as a decorator with options."""
+    return model if model is not None else _not_compiled
+
+
 class _InOrder:
     """Stands for a CUDA stream or event: on the CPU everything already happens in order."""
 
@@ -115,6 +120,9 @@ def _replace_cuda_functions() -> None:
         setattr(torch.cuda, name, function)
     for name, function in generators.items():
         setattr(torch.cuda.random, name, function)
+    # Megatron decorates small functions with it as it is imported. Loading the compiler would take half of the start, and
+    # compiling for the CPU costs more than it gains.
+    torch.compile = _not_compiled
 
     import megatron.core.tensor_parallel.random as megatron_random
 
