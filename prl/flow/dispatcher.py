@@ -276,7 +276,7 @@ class Dispatcher:
             return []
         self._trained = version
         self._furthest_trained = max(self._furthest_trained, step)
-        ids = list(ids)
+        ids = list(dict.fromkeys(ids))
         for group, rollouts in self._alive(ids).items():
             self._remove(group, rollouts)
         self.counts["trained"] += len(ids)
@@ -458,9 +458,9 @@ class Dispatcher:
         return events
 
     def _alive(self, ids: Iterable[RolloutId]) -> dict[int, list[int]]:
-        """Group to rollouts, of those ids that have begun and not ended."""
+        """Group to rollouts, of those ids that have begun and not ended, each once."""
         alive: dict[int, list[int]] = {}
-        for i in ids:
+        for i in dict.fromkeys(ids):
             flight = self._groups.get(i.group)
             if flight is not None and flight.issue == i.issue and i.rollout in flight.issued:
                 alive.setdefault(i.group, []).append(i.rollout)

@@ -46,7 +46,7 @@ class _Loop:
         self._next_step: int | None = None
         self._wait_s = child.config.control.wait_s
         self._sequence = next_sequence(child.run.steps)
-        self._unreadable = 0
+        self._unreadable: set[str] = set()  # paths
 
     async def run(self) -> None:
         trained_step: int | None = None
@@ -63,21 +63,23 @@ class _Loop:
                 self._next_step = int(answer["next_step"])
                 self._client.progress(f"waiting for rollouts of step {self._next_step}")
             self._maker.trained(trained_step)
+            awaited = [int(answer["awaited_from"])]
             for announcement in answer["announcements"]:
-                await self._take_in(announcement)
+                awaited += await self._take_in(announcement)
             self._cursor = int(answer["cursor"])
-            await self._make_steps(answer, came_s)
+            await self._make_steps(answer, min(awaited), came_s)
 
     # Rollouts in
 
-    async def _take_in(self, announcement: Mapping[str, Any]) -> None:
+    async def _take_in(self, announcement: Mapping[str, Any]) -> list[int]:
+        """Read an announced file; the groups that could not be read and are awaited anew."""
         wanted = {
             (int(g["group"]), int(g["issue"]))
             for g in announcement["groups"]
             if not g["late"] and not self._maker.knows(int(g["group"]), int(g["issue"]))
         }
-        if not wanted:
-            return
+        if not wanted or announcement["path"] in self._unreadable:
+            return []
         self._client.progress(f"reading {announcement['path']}")
         try:
             groups = await asyncio.to_thread(self._read, announcement)
@@ -85,20 +87,21 @@ class _Loop:
             if missing:
                 raise StreamError(f"{announcement['path']}: announced groups {sorted(missing)} are not in it")
         except StreamError as error:
-            await self._unreadable_file(sorted(wanted), error)
-            return
+            self._unreadable.add(announcement["path"])
+            await self._sample_again(sorted(wanted), error)
+            return [group for group, _ in wanted]
         for group in groups:
             if (group.group, group.issue) in wanted:
                 self._maker.add(group)
+        return []
 
     def _read(self, announcement: Mapping[str, Any]) -> list[Group]:
         path = inside(self._child.run.path, announcement["path"])
         run = self._child.config.run.name
         return read_rollouts(path, int(announcement["bytes"]), str(announcement["checksum"]), run=run, wait_s=_VISIBLE_S)
 
-    async def _unreadable_file(self, groups: list[tuple[int, int]], error: StreamError) -> None:
+    async def _sample_again(self, groups: list[tuple[int, int]], error: StreamError) -> None:
         """A file that cannot be read costs its groups, which are sampled again, and not the run."""
-        self._unreadable += 1
         print(f"unreadable: {error}", flush=True)
         for group, issue in groups:
             body = {"group": group, "issue": issue, "reason": "rollout file unreadable"}
@@ -106,14 +109,13 @@ class _Loop:
 
     # Steps out
 
-    async def _make_steps(self, answer: Mapping[str, Any], came_s: float) -> None:
+    async def _make_steps(self, answer: Mapping[str, Any], awaited_from: int, came_s: float) -> None:
         """Write every step that can be written now, at most one ahead of the trainer, and report what was dropped."""
         trained_step, lineage = int(answer["trained_step"]), int(answer["lineage"])
         forks = {int(later): int(step) for later, step in answer["forks"].items()}
-        awaited_from = answer.get("awaited_from")
         while self._next_step is not None:
             moment = Moment(self._next_step, lineage, forks, self._max_lag())
-            chosen = self._maker.choose(moment, None if awaited_from is None else int(awaited_from))
+            chosen = self._maker.choose(moment, awaited_from)
             if chosen is None or trained_step < moment.step - 2:
                 break
             self._client.progress(f"writing step {moment.step}")
@@ -147,7 +149,7 @@ class _Loop:
     async def _announce(self, made: Made, published: Published, preprocess_s: float) -> None:
         """`preprocess_s` runs from the orchestrator's answer that made the step possible to its durable file."""
         step = made.step.facts.step
-        metrics = {**made.step.metrics, "preprocess_s": preprocess_s, "unreadable_files": float(self._unreadable)}
+        metrics = {**made.step.metrics, "preprocess_s": preprocess_s, "unreadable_files": float(len(self._unreadable))}
         body = {
             "step": step,
             "path": published.path.relative_to(self._child.run.path).as_posix(),

@@ -162,10 +162,11 @@ def test_repeated_calls_change_nothing():
     assert dispatcher.result(0, 0)
     assert dispatcher.result(0, 0)
     dispatcher.result(1, 0)
-    assert len(dispatcher.trained(1, ids)) == 6
+    assert len(dispatcher.trained(1, ids + ids)) == 6
     assert dispatcher.trained(1, ids) == []
     assert dispatcher.discarded(ids, "too old") == []
     assert not dispatcher.result(0, 0)
+    assert len(dispatcher.discarded(leases[2].rollout_ids() * 2, "too old")) == 3
 
 
 def test_single_rollouts_may_end_before_their_group():

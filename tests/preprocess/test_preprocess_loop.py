@@ -1,0 +1,177 @@
+"""The preprocessor against the real control plane, dispatcher, ledger and files; actor and trainer are played by the test."""
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prl.config.schema import Config
+from prl.control.child import Child
+from prl.control.client import ControlClient
+from prl.control.server import Bell, ControlServer
+from prl.flow.dispatcher import Dispatcher, DispatcherSettings
+from prl.flow.ids import Lease
+from prl.flow.versions import Version
+from prl.orchestrator.options import RunOptions
+from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
+from prl.orchestrator.steps import StepDesk
+from prl.preprocess.loop import inside, preprocess
+from prl.preprocess.options import PreprocessOptions
+from prl.runfolder.paths import RunFolder
+from prl.streams.files import StreamError
+from prl.streams.ledger import LedgerWriter, ledger_events, read_ledger
+from prl.streams.options import StreamsOptions
+from prl.streams.records import Group, Rollout, Turn, VersionSpan
+from prl.streams.steps import find_steps, read_step
+from prl.streams.writer import RolloutWriter
+
+STEPS = 6
+
+
+class World:
+    """An orchestrator's desks around one preprocessor."""
+
+    def __init__(self, folder: Path, order: str) -> None:
+        self.run = RunFolder(folder)
+        self.run.create()
+        trainer = {"role": "trainer", "index": 0}
+        self.run.attempt(1).mkdir()
+        self.run.plan(1).write_text(json.dumps({"children": [trainer, {"role": "actor", "index": 0}]}))
+        self.config = Config(
+            run=RunOptions(name="run", steps=STEPS, groups_per_step=2, rollouts_per_group=2, max_lag=1, order=order),
+            preprocess=PreprocessOptions(pack_tokens=16, drop_equal_groups=True),
+        )
+        self.dispatcher = Dispatcher(
+            DispatcherSettings(weights={"d": 1.0}, steps=STEPS, groups_per_step=2, rollouts_per_group=2, max_lag=1)
+        )
+        self.dispatcher.problems({"d": 100})
+        self.dispatcher.committed(Version(0, 0))
+        self.ledger = LedgerWriter(self.run.ledger(1))
+        self.failed: list[str] = []
+        self.metrics: list[dict] = []
+        record = LedgerDesk(self.ledger.append).record
+        bell = Bell()
+        self.rollouts = RolloutDesk(self.dispatcher, record, bell, facts=dict, on_evaluation=lambda e, body: None)
+        self.rollouts.open = True
+        self.steps = StepDesk(
+            self.dispatcher, self.rollouts, record, bell, trained=0, forks={}, lineage=0, waiting=(),
+            on_trained=self._trained, save_now=lambda step: False, on_checkpoint=self._checkpoint,
+        )  # fmt: skip
+        self.bell = bell
+        self.server = ControlServer(
+            "token",
+            {**self.rollouts.handlers(), **self.steps.handlers()},
+            on_join=lambda member: None,
+            on_fail=lambda member, error, trace: self.failed.append(error),
+        )
+        self.writer = RolloutWriter(self.run.rollouts, "actor-000", "run", 1, StreamsOptions(roll_groups=1))
+        self.rng = np.random.default_rng(0)
+
+    def _trained(self, step, train, data) -> bool:
+        self.metrics.append(dict(data))
+        return step == STEPS
+
+    async def _checkpoint(self, step, export) -> None:
+        raise AssertionError
+
+    def client(self, url: str, role: str) -> ControlClient:
+        return ControlClient(url, "token", role, 0, self.config.control)
+
+    async def act(self, client: ControlClient) -> None:
+        """Lease, sample, publish, announce: each announcement twice, as a client does that lost the answer; the third group's
+        file is damaged on its way, the fourth group's rewards are all equal."""
+        count = 0
+        while not self.rollouts.ended:
+            answer = await client.call("lease", {"actor": 0, "groups": 3}, deadline_s=20, reason="test")
+            leases = [Lease(**lease) for lease in answer["leases"]]
+            self.rng.shuffle(leases)
+            for lease in leases:
+                count += 1
+                version = self.dispatcher.version
+                (file,) = self.writer.append(self._sample(lease, version, equal=count == 4))
+                if count == 3:
+                    data = bytearray(file.path.read_bytes())
+                    data[300] ^= 1
+                    file.path.write_bytes(data)
+                announcement = {**file.announcement(self.run.path), "writer": self.writer.writer}
+                for _ in range(2):
+                    await client.call("rollouts", announcement, deadline_s=20, reason="test")
+
+    def _sample(self, lease: Lease, version: Version, equal: bool) -> Group:
+        def rollout(reward: float) -> Rollout:
+            output = self.rng.integers(0, 9, 4).astype(np.int32)
+            spans = (VersionSpan(version, 0, 4),)
+            logprobs = np.zeros(4, np.float32)
+            return Rollout((Turn(np.ones(3, np.int32), output, logprobs, spans, "stop", 0, 0.0, 1.0),), reward)
+
+        rewards = [0.5, 0.5] if equal else [0.0, 1.0]
+        return Group(lease.epoch, lease.domain, "", lease.problem, lease.group, lease.issue, tuple(map(rollout, rewards)))
+
+    async def train(self, client: ControlClient) -> None:
+        for step in range(1, STEPS + 1):
+            file = None
+            while file is None:
+                file = (await client.call("next_step", {"step": step}, deadline_s=20, reason="test"))["file"]
+            assert max(find_steps(self.run.steps)) <= step + 1  # never more than one step ahead
+            data = read_step(self.run.path / file["path"], file["bytes"], file["checksum"], run="run")
+            assert data.facts.step == step
+            assert data.facts.samples == 4
+            self.dispatcher.committed(Version(0, step))
+            await client.call("trained", {"step": step, "metrics": {}}, deadline_s=20, reason="test")
+        self.rollouts.ended = True
+        self.server.stopping = True
+        self.bell.ring()
+
+
+async def run_world(world: World) -> None:
+    url = await world.server.start("127.0.0.1")
+    child = Child(world.config, world.run, 1, "preprocess", 0, "127.0.0.1", None, "token", url)
+    try:
+        async with asyncio.timeout(30):
+            async with (
+                world.client(url, "preprocess") as own,
+                world.client(url, "actor") as actor,
+                world.client(url, "trainer") as trainer,
+            ):
+                await asyncio.gather(preprocess(child, own), world.act(actor), world.train(trainer))
+    finally:
+        await world.server.close()
+    world.ledger.append(world.dispatcher.close("run ended"))
+    world.ledger.close()
+
+
+@pytest.mark.parametrize("order", ["arrival", "dispatch"])
+def test_every_rollout_ends_once_in_six_steps(tmp_path, order):
+    world = World(tmp_path / "run", order)
+    asyncio.run(run_world(world))
+    assert world.failed == []
+    assert list(find_steps(world.run.steps)) == list(range(1, STEPS + 1))
+
+    events = list(ledger_events(read_ledger(world.run.ledgers)))
+    issued = Counter(e.rollout for e in events if e.kind == "issued")
+    ended = Counter(e.rollout for e in events if e.kind != "issued")
+    assert issued == ended
+    assert set(issued.values()) == {1}
+    assert Counter(e.reason for e in events if e.kind == "issued_again") == {"rollout file unreadable": 2}
+    assert Counter(e.reason for e in events if e.kind == "discarded")["all rewards equal"] == 2
+
+    trained = [e for e in events if e.kind == "trained"]
+    for step, file in find_steps(world.run.steps).items():
+        in_file = read_step(file.path, file.bytes, file.checksum).rollout_ids()
+        assert sorted(e.rollout for e in trained if e.step == step) == in_file
+    if order == "dispatch":
+        groups = [e.rollout.group for e in trained]
+        assert groups == sorted(groups)
+    assert len(world.metrics) == STEPS
+    assert all(m["lag_max"] <= 1 and m["reward_mean"] == 0.5 and 0 < m["preprocess_s"] < 5 for m in world.metrics)
+    assert world.metrics[-1]["unreadable_files"] == 1
+
+
+def test_announced_paths_stay_in_the_run_folder(tmp_path):
+    assert inside(tmp_path, "streams/rollouts/a/b.arrow") == tmp_path / "streams/rollouts/a/b.arrow"
+    for path in ("/etc/passwd", "../other/run", "streams/../../x"):
+        with pytest.raises(StreamError, match="leads out of the run folder"):
+            inside(tmp_path, path)
