@@ -47,8 +47,7 @@ def run(child: Child, client: ThreadedClient) -> None:
     )
     weights.publish(step)
     step = _train(child, client, engine, channel, weights, step)
-    if client.lost is None:
-        _save(child, client, engine, step, last=True)
+    _save(child, client, engine, step, last=True)
     channel.barrier()
     stop_groups()
 

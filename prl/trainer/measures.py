@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "clipped", "difference", "k3", "lag")
 _MAXIMA = ("ratio", "difference", "lag")
+_LAGS = 64  # lags that are counted one by one; the last count has all above
 
 
 class Measures:
@@ -23,6 +24,7 @@ class Measures:
     def __init__(self) -> None:
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device.device())
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device.device())
+        self._lags = torch.zeros(_LAGS, dtype=torch.float64, device=device.device())
 
     def add(self, batch: "Batch", loss: Tensor, logprobs: Tensor, entropies: Tensor, options: TrainOptions) -> None:
         """All per-token tensors are [T] of one micro-batch; tokens without weight do not count."""
@@ -48,6 +50,7 @@ class Measures:
             lags.sum(),
         )
         self._sums += torch.stack([x.double() for x in sums])
+        self._lags += torch.bincount(lags.long().clamp(0, _LAGS - 1), minlength=_LAGS)
         if pi.numel():
             maxima = torch.stack([ratios.max(), difference.abs().max(), lags.max()]).double()
             torch.maximum(self._maxima, maxima, out=self._maxima)
@@ -56,10 +59,12 @@ class Measures:
         """The step's metrics over all ranks of `group`. Means are over trained tokens."""
         if group.size() > 1:
             dist.all_reduce(self._sums, group=group)
+            dist.all_reduce(self._lags, group=group)
             dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX, group=group)
         total = dict(zip(_SUMS, self._sums.tolist(), strict=True))
         largest = dict(zip(_MAXIMA, self._maxima.tolist(), strict=True))
         count = max(total["tokens"], 1.0)
+        by_lag = {f"{names.LAG_COUNT_PREFIX}{lag}": tokens for lag, tokens in enumerate(self._lags.tolist()) if tokens}
         return {
             names.LOSS: total["loss"],
             names.TOKENS: total["tokens"],
@@ -74,4 +79,5 @@ class Measures:
             "train/mismatch_mean": total["difference"] / count,
             "train/mismatch_max": largest["difference"],
             "train/mismatch_k3": total["k3"] / count,
+            **by_lag,
         }

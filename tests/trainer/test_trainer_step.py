@@ -83,8 +83,42 @@ def test_loss_gradient_and_measures_equal_the_formulas(results, name, loss_kind)
         "lag_mean": lags.mean(),
         "lag_max": lags.max(),
     }
+    measured |= {f"lag_{lag}": (lags == lag).sum() for lag in np.unique(lags)}
+    assert sum(key.startswith("1:train/lag_") for key in found) == len(np.unique(lags)) + 2
     for key, value in measured.items():
         assert float(found[f"1:train/{key}"]) == pytest.approx(float(value), rel=1e-4), key
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_clipping_warm_up_and_decay_equal_a_plain_loop(results, ranks):
+    """torch's own AdamW on transformers' model: rates 0.005, 0.01, 0.01; decay of matrices alone; norm clipped at 0.05."""
+    found = results[ranks, "step_scheduled"]
+    model = AutoModelForCausalLM.from_pretrained(results.folder / "qwen3", dtype=torch.float32)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.2}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-4)
+    batch = merged(microbatches())
+    expected = []
+    for rate in (0.005, 0.01, 0.01):
+        optimizer.zero_grad()
+        loss, _, _ = written_out(model, batch, "ppo")
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.1
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        expected.append((float(loss.detach()), float(norm)))
+    measured = [(float(found[f"{step}:train/loss"]), float(found[f"{step}:train/grad_norm"])) for step in (1, 2, 3)]
+    np.testing.assert_allclose(measured, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_that_is_not_finite_ends_the_step_before_the_weights_change(results, ranks):
+    found = results[ranks, "not_finite"]
+    assert "nan" in str(found["words"]).lower()
+    assert found["same"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from trainer_data import VOCABULARY, facts, merged, microbatches
 from prl.trainer.options import TrainOptions
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
+SCHEDULE = {"learning_rate": 1e-2, "warmup_steps": 2, "weight_decay": 0.2, "clip_grad": 0.05, "epsilon": 1e-4}
 OPTIONS = TrainOptions(learning_rate=1e-3, clip_grad=1e6, entropy_coefficient=0.01, kl_coefficient=0.1, weight_decay=0.01)
 
 
@@ -30,6 +31,7 @@ def main(folder: Path) -> None:
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from torch.nn import functional
 
+    from prl.trainer import vocab_parallel
     from prl.trainer.checkpoint import load_checkpoint, save_checkpoint
     from prl.trainer.engine import Engine, build_engine
     from prl.trainer.hf_config import read_model_config
@@ -139,6 +141,7 @@ def main(folder: Path) -> None:
         report("greedy", {f"prompt_{k}": np.array(p) for k, p in enumerate(prompts)} | {"answers": np.array(answers)})
 
     def vocabulary_parallel() -> None:
+        vocab_parallel.CHUNK_ELEMENTS = 4 * VOCABULARY  # several chunks, the last one shorter
         padded = -(-VOCABULARY // ranks) * ranks
         whole = torch.randn(13, padded, generator=torch.Generator().manual_seed(5)) * 3
         logits = whole.chunk(ranks, -1)[rank].clone().requires_grad_()
@@ -191,6 +194,19 @@ def main(folder: Path) -> None:
         slots = buckets(boundaries, torch.device("cpu")).token_of_slot.numel()
         report("attention", {"differences": np.array([float(x) for x in differences]), "slots": np.array(slots)})
 
+    def not_finite() -> None:
+        engine = engine_of("qwen3", tensor_parallel)
+        broken = [replace(batch, advantages=batch.advantages * np.float32("nan")) for batch in microbatches()]
+        before = arrays(export_weights(engine.model, engine.config))
+        try:
+            train_step(engine, broken, facts(1))
+            words = ""
+        except RuntimeError as error:
+            words = str(error)
+        after = arrays(export_weights(engine.model, engine.config))
+        same = all(np.array_equal(before[name], after[name]) for name in before)
+        report("not_finite", {"words": np.array(words), "same": np.array(same)})
+
     def half_precision() -> None:
         engine = engine_of("qwen3", replace(tensor_parallel, dtype="bfloat16"))
         metrics = train_step(engine, microbatches(), facts(1))
@@ -207,6 +223,8 @@ def main(folder: Path) -> None:
     checkpoints()
     vocabulary_parallel()
     half_precision()
+    not_finite()
+    steps_of("step_scheduled", replace(tensor_parallel, **SCHEDULE), microbatches)
     if ranks == 1:
         packed_attention()
     else:
