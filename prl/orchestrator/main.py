@@ -63,7 +63,13 @@ class Orchestrator:
             save_now=self._save_now,
             on_checkpoint=self._checkpoint,
         )
-        self._updater = WeightUpdater(token, config.weights, on_committed=self._committed, on_error=self._update_failed)
+        self._updater = WeightUpdater(
+            token,
+            config.weights,
+            start_s=config.control.start_s,
+            on_committed=self._committed,
+            on_error=self._update_failed,
+        )
         self._server = ControlServer(
             token,
             {

@@ -58,11 +58,13 @@ class WeightUpdater:
         token: str,
         options: WeightsOptions,
         *,
+        start_s: float,
         on_committed: Callable[[Committed], None],
         on_error: Callable[[UpdateError], None],
     ) -> None:
         self.current: Committed | None = None
         self._options = options
+        self._start_s = start_s  # how long the first offer waits for the samplers to be there
         self._on_committed = on_committed
         self._on_error = on_error
         self._session = aiohttp.ClientSession(headers=authorization(token))
@@ -72,11 +74,13 @@ class WeightUpdater:
         self._update: Update | None = None
         self._free = asyncio.Event()
         self._free.set()
+        self._manned = asyncio.Event()  # there are samplers to update
         self._tasks: set[asyncio.Task[None]] = set()
 
     def set_replicas(self, replicas: Sequence[Replica]) -> None:
         self._replicas = tuple(replicas)
         self._epoch += 1
+        self._manned.set()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -87,7 +91,9 @@ class WeightUpdater:
     async def offer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The trainer has a version: arm every sampler's receiver. Answers once all are armed."""
         version = Version(int(body["lineage"]), int(body["step"]))
-        await self._wait_until_free(version)
+        await self._wait_for(self._manned, self._start_s, f"version {version} waits for the samplers to start")
+        under_way = self._update.version if self._update else "?"
+        await self._wait_for(self._free, self._options.update_s, f"version {version} waits for {under_way} to be committed")
         self._free.clear()
         self._update = Update(version, time.monotonic())
         world_size = 1 + sum(replica.workers for replica in self._replicas)
@@ -124,14 +130,11 @@ class WeightUpdater:
         update.changed.set()
         return {}
 
-    async def _wait_until_free(self, version: Version) -> None:
+    async def _wait_for(self, event: asyncio.Event, timeout_s: float, reason: str) -> None:
         try:
-            await asyncio.wait_for(self._free.wait(), self._options.update_s)
+            await asyncio.wait_for(event.wait(), timeout_s)
         except TimeoutError:
-            under_way = self._update.version if self._update else "?"
-            raise ValueError(
-                f"version {version} waited {self._options.update_s:.0f} s for version {under_way} to be committed"
-            ) from None
+            raise ValueError(f"{reason}, for {timeout_s:.0f} s already") from None
 
     def _of(self, body: Mapping[str, Any]) -> Update:
         version = Version(int(body["lineage"]), int(body["step"]))

@@ -44,7 +44,9 @@ class Sampler:
 class Rig:
     async def __aenter__(self):
         self.committed, self.errors, self.changed = [], [], asyncio.Event()
-        self.updater = WeightUpdater(TOKEN, OPTIONS, on_committed=self.note(self.committed), on_error=self.note(self.errors))
+        self.updater = WeightUpdater(
+            TOKEN, OPTIONS, start_s=5, on_committed=self.note(self.committed), on_error=self.note(self.errors)
+        )
         self.samplers = [Sampler(), Sampler()]
         urls = [await sampler.start() for sampler in self.samplers]
         self.updater.set_replicas([Replica(0, urls[0], 1), Replica(1, urls[1], 2)])
@@ -65,7 +67,14 @@ class Rig:
     async def stage(self, digests, step=4):
         for (replica, worker), digest in digests.items():
             await self.updater.staged(
-                {"lineage": 0, "step": step, "replica": replica, "worker": worker, "digest": digest, "receive_s": 0.1 * (worker + 1)}
+                {
+                    "lineage": 0,
+                    "step": step,
+                    "replica": replica,
+                    "worker": worker,
+                    "digest": digest,
+                    "receive_s": 0.1 * (worker + 1),
+                }
             )
 
     async def sent(self, digest="7", step=4):
@@ -181,6 +190,17 @@ def test_reports_of_another_version_are_refused():
             await rig.stage({(0, 0): "7"}, step=3)
 
     run(scenario)
+
+
+def test_the_first_offer_waits_for_the_samplers():
+    async def main():
+        updater = WeightUpdater(TOKEN, OPTIONS, start_s=0.2, on_committed=lambda c: None, on_error=lambda e: None)
+        with pytest.raises(ValueError, match="version 0:4 waits for the samplers to start"):
+            await updater.offer(OFFER)
+        assert updater.current is None
+        await updater.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_the_next_offer_waits_for_the_commit_before_it():

@@ -1,0 +1,103 @@
+"""The quickstart, whole: real vLLM, real Megatron, one command."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from conftest import learned, submit
+from transformers import AutoModelForCausalLM
+
+from prl.flow.versions import Version
+from prl.streams.ledger import ledger_events, read_ledger
+
+pytestmark = pytest.mark.deadline(600)
+
+
+def test_it_learns_and_ends_well(quickstart):
+    assert quickstart.code == 0, quickstart.logs()
+    assert quickstart.exit["outcome"] == "done"
+    assert "reached 0.9" in quickstart.exit["cause"]
+    assert learned(quickstart), quickstart.held_out()
+    first = quickstart.held_out()[0]
+    assert first[0] == 0
+    assert first[1] < 0.2  # from random weights
+
+
+def test_progress_and_the_folder_are_told(quickstart):
+    assert "held-out" in quickstart.output
+    assert f"run folder: {quickstart.folder}" in quickstart.output
+
+
+def test_requests_in_flight_went_on_over_updates(quickstart):
+    turns = [turn for group in quickstart.groups() for rollout in group.rollouts for turn in rollout.turns]
+    assert max(len(turn.versions) for turn in turns) >= 2
+    for turn in turns:
+        covered = [token for span in turn.versions for token in range(span.start, span.end)]
+        assert covered == list(range(len(turn.output_ids)))
+        steps = [span.version.step for span in turn.versions]
+        assert steps == sorted(set(steps))
+
+
+def test_the_lag_stays_within_its_limit_and_is_no_zero(quickstart):
+    lags = [event.values["train/lag_max"] for event in quickstart.events("step")]
+    assert max(lags) <= 4
+    assert max(lags) >= 1  # it is asynchronous
+
+
+def test_samplers_served_exactly_the_exported_model(quickstart):
+    """Log-probs that vLLM recorded under the last version equal those of the exported folder in transformers: the same
+    weights on both sides, bit for bit through export, transfer and copy."""
+    final = Version(0, quickstart.exit["steps"])
+    answers = [
+        turn
+        for group in quickstart.groups()
+        for rollout in group.rollouts
+        for turn in rollout.turns
+        if [span.version for span in turn.versions] == [final]
+    ]
+    assert len(answers) >= 16
+    model = AutoModelForCausalLM.from_pretrained(quickstart.folder.export, dtype=torch.float32).eval()
+    for turn in answers[:64]:
+        ids = torch.tensor(np.concatenate([turn.prompt_ids, turn.output_ids]).astype(np.int64))[None]
+        with torch.no_grad():
+            logprobs = model(ids).logits[0].log_softmax(-1)
+        first = len(turn.prompt_ids) - 1
+        expected = logprobs[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0]
+        assert torch.allclose(torch.tensor(np.array(turn.logprobs)), expected, atol=1e-4)
+
+
+def test_every_issued_rollout_has_one_end(quickstart):
+    events = list(ledger_events(read_ledger(quickstart.folder.ledgers)))
+    issued = Counter(event.rollout for event in events if event.kind == "issued")
+    ended = Counter(event.rollout for event in events if event.kind != "issued")
+    assert max(issued.values()) == 1
+    assert issued == ended
+    trained = [event for event in events if event.kind == "trained"]
+    assert len(trained) == quickstart.exit["steps"] * 512
+
+
+def test_the_manifest_and_the_metrics_are_there(quickstart):
+    folder = quickstart.folder
+    manifest = json.loads(folder.manifests()[-1][1].read_text())
+    assert manifest["step"] == quickstart.exit["steps"]
+    assert list(folder.tensorboard.glob("events.out.tfevents.*"))
+    assert [event.step for event in quickstart.events("step")] == list(range(1, quickstart.exit["steps"] + 1))
+    pauses = [event.values["weights/pause_s"] for event in quickstart.events("weights")]
+    assert len(pauses) == quickstart.exit["steps"] + 1  # version 0 too
+
+
+def test_a_run_goes_on_after_it_was_stopped(quickstart):
+    """The finished run again, for more steps: the counters go on, the reward stays, a new lineage begins."""
+    more = quickstart.exit["steps"] + 20
+    before = quickstart.exit["steps"]
+    resumed = submit(
+        quickstart.folder.path, "--resume", quickstart.folder.path, "--set", f"run.steps={more}", "run.stop_at_reward=null"
+    )
+    assert resumed.code == 0, resumed.logs()
+    assert resumed.exit["steps"] == more
+    assert [event.step for event in resumed.events("step", attempt=2)] == list(range(before + 1, more + 1))
+    assert resumed.held_out(attempt=2)[-1][1] > 0.9
+    events = list(ledger_events(read_ledger(resumed.folder.ledgers)))
+    assert Counter(e.rollout for e in events if e.kind == "issued") == Counter(e.rollout for e in events if e.kind != "issued")
