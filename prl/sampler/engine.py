@@ -27,7 +27,7 @@ from prl.weights.transport import SamplerEnd, TransportError
 
 
 @dataclass(kw_only=True)
-class ConnectInfo(WeightTransferInitInfo):
+class ConnectInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Where the group of an epoch meets. `tensors`, where given, are checked against the model at once."""
 
     master_address: str
@@ -40,7 +40,7 @@ class ConnectInfo(WeightTransferInitInfo):
 
 
 @dataclass(kw_only=True)
-class ReceiveInfo(WeightTransferUpdateInfo):
+class ReceiveInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The version that comes next over the group of `epoch`."""
 
     lineage: int
@@ -58,7 +58,7 @@ class Staged:
     digest: int
 
 
-class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):
+class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ignore[misc]
     """One thread owns everything that waits for the trainer; vLLM's own thread only arms it and copies."""
 
     init_info_cls = ConnectInfo

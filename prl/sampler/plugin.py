@@ -21,7 +21,7 @@ def _keep_linear_weights_live() -> None:
 
     if not hasattr(ops, "_supports_onednn"):
         raise RuntimeError(
-            "vllm._custom_ops has no _supports_onednn: this vLLM is not the pinned 0.32.0, and without that flag weight updates "
-            "would not reach linear layers on CPUs. Install the pinned version (bash tools/setup.sh)"
+            "vllm._custom_ops has no _supports_onednn: this vLLM is not the pinned 0.32.0, and without that flag "
+            "weight updates would not reach linear layers on CPUs. Install the pinned version (bash tools/setup.sh)"
         )
     ops._supports_onednn = False

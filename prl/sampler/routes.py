@@ -32,6 +32,8 @@ def add_routes(app: Starlette, replica: Replica) -> None:
         """{lineage, step, digest, clear_cache} -> {pause_s, digest}. 409 where the version is not what was asked for."""
         body = _checked(await _body(request, _COMMIT), _COMMIT)
         version = Version(body["lineage"], body["step"])
+        if not body["digest"].isdecimal():
+            raise _Bad(f"digest must be a decimal number as a string, not {body['digest']!r}")
         try:
             done = await replica.commit(version, int(body["digest"]), body["clear_cache"])
         except CommitRefused as error:
@@ -43,9 +45,15 @@ def add_routes(app: Starlette, replica: Replica) -> None:
         version = None if replica.version is None else str(replica.version)
         return JSONResponse({"version": version, "closed": replica.closed})
 
+    async def routes(request: Request) -> Response:
+        """{routes: [[path, [method...]]...]}: all that this server answers; no methods: a websocket or a mount."""
+        listed = [[getattr(route, "path", ""), sorted(getattr(route, "methods", None) or [])] for route in app.routes]
+        return JSONResponse({"routes": listed})
+
     for path, handler in (("connect", connect), ("receive", receive), ("commit", commit)):
         app.add_route(f"/prl/weights/{path}", _words(handler), methods=["POST"])
     app.add_route("/prl/state", state, methods=["GET"])
+    app.add_route("/prl/routes", routes, methods=["GET"])
 
 
 class _Bad(ValueError):

@@ -138,7 +138,7 @@ async def _http(app: Any, guarded: Any, listener: Any, args: Any) -> AsyncIterat
 
     started = asyncio.Event()
 
-    class Server(NoSignalServer):
+    class Server(NoSignalServer):  # type: ignore[misc]
         async def startup(self, sockets: list[Any] | None = None) -> None:
             await super().startup(sockets)
             started.set()

@@ -93,7 +93,9 @@ def to_json(specs: Iterable[TensorSpec]) -> list[list[Any]]:
 def from_json(rows: Any) -> list[TensorSpec]:
     """From the wire's form. Raises ValueError that names the first row that is wrong, and refuses a name given twice."""
     if not isinstance(rows, list):
-        raise ValueError(f"tensors: expected a list of [name, dtype, shape], not {type(rows).__name__}")
+        raise ValueError(  # noqa: TRY004  # it comes from outside: a wrong value
+            f"tensors: expected a list of [name, dtype, shape], not {type(rows).__name__}"
+        )
     specs = []
     for row in rows:
         match row:

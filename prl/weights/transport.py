@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed does not export them to type checkers
 
 from prl.weights.digest import digest
 from prl.weights.options import WeightsOptions
@@ -45,7 +46,7 @@ class TrainerEnd:
         self._device = torch.device(device)
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.master_port: int = listener.getsockname()[1]
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             host,
             self.master_port,
             is_master=True,
@@ -110,10 +111,11 @@ class SamplerEnd:
         limit = timedelta(seconds=timeout_s)
         where = f"{master_address}:{master_port}"
         try:
-            store = dist.TCPStore(master_address, master_port, is_master=False, timeout=limit, wait_for_workers=False)
+            store = TCPStore(master_address, master_port, is_master=False, timeout=limit, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:
             raise TransportError(
-                f"epoch {epoch}, rank {rank}: the trainer's store at {where} did not answer within {timeout_s:.0f} s: {_said(error)}"
+                f"epoch {epoch}, rank {rank}: the trainer's store at {where} did not answer within "
+                f"{timeout_s:.0f} s: {_said(error)}"
             ) from error
         host = _own_address(master_address, master_port)
         self._group = _Group(store, host, rank, world_size, epoch, timeout_s, self._device)
@@ -146,7 +148,7 @@ class _Group:
     ) -> None:
         self._name = f"weight group, epoch {epoch}, rank {rank} of {world_size}"
         end = time.monotonic() + timeout_s
-        scope = dist.PrefixStore(f"weights/{epoch}", store)
+        scope = PrefixStore(f"weights/{epoch}", store)
         self._meet(scope, rank, world_size, timeout_s)
         limit = timedelta(seconds=max(end - time.monotonic(), 1.0))
         try:
@@ -198,7 +200,7 @@ def _gloo(scope: Any, host: str, rank: int, world_size: int, limit: timedelta) -
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]  # this interface and no other
     options._timeout = limit
-    return dist.ProcessGroupGloo(scope, rank, world_size, options)  # type: ignore[call-overload]
+    return dist.ProcessGroupGloo(scope, rank, world_size, options)
 
 
 def _nccl(scope: Any, rank: int, world_size: int, limit: timedelta) -> Any:

@@ -1,0 +1,277 @@
+"""One real sampler for all tests of this folder: `python -m prl.sampler` on CPU, with a control server in this process that
+stands for the orchestrator and a sending end that stands for the trainer."""
+
+import asyncio
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from prl.config.load import dump
+from prl.config.schema import Config
+from prl.control.server import ControlServer, Member
+from prl.control.token import authorization, create_token
+from prl.runfolder.paths import RunFolder
+from prl.sampler.options import SampleOptions
+from prl.weights.digest import digest
+from prl.weights.options import WeightsOptions
+from prl.weights.plan import to_json
+from prl.weights.transport import SendReport, TrainerEnd, spec_of
+
+torch.set_num_threads(1)  # the sampler needs a core too
+HOST = "127.0.0.1"
+EOS = 11
+START_S = 180.0
+Weights = dict[str, torch.Tensor]
+
+
+def tiny_model(seed: int) -> Qwen2ForCausalLM:
+    """The digits model, with weights large enough that every greedy choice depends on all that came before."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=16,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=12,
+    )
+    model = Qwen2ForCausalLM(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.25)
+            elif seed:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def weights_of(model: Qwen2ForCausalLM) -> Weights:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}  # a tied head once
+
+
+def save(model: Qwen2ForCausalLM, folder: Path) -> None:
+    """Config and tokenizer alone: a sampler starts without weights."""
+    model.config.save_pretrained(folder)
+    vocabulary = {character: number for number, character in enumerate("0123456789=")} | {"<eos>": EOS, "<pad>": 12}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+
+
+@dataclass
+class Reply:
+    status: int
+    body: Any
+    headers: Mapping[str, str]
+
+
+@dataclass
+class Lab:
+    """The sampler and both ends of its world."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    trainer: TrainerEnd
+    token: str
+    loop: asyncio.AbstractEventLoop
+    staged: "queue.Queue[Mapping[str, Any]]"
+    failed: "queue.Queue[str]"
+    joined: Mapping[str, Any]
+    log: Path
+    start_s: float
+    epoch: int = 0
+    step: int = -1
+    before: list[Reply] = field(default_factory=list)  # to generation, state and health, before the first version
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def request(self, method: str, path: str, body: Any = None, *, token: str | None = None, timeout_s: float = 60.0) -> Reply:
+        return self.start(method, path, body, token=token, timeout_s=timeout_s).result(timeout_s + 5)
+
+    def start(
+        self, method: str, path: str, body: Any = None, *, token: str | None = None, timeout_s: float = 60.0
+    ) -> "Future[Reply]":
+        headers = authorization(self.token if token is None else token)
+
+        async def ask() -> Reply:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.request(method, self.url + path, json=body, headers=headers) as response,
+            ):
+                text = await response.text()
+                try:
+                    parsed = json.loads(text)
+                except ValueError:
+                    parsed = text
+                return Reply(response.status, parsed, response.headers)
+
+        return self.run(ask())
+
+    def connect(self) -> None:
+        """A new epoch: both ends build a group."""
+        self.epoch += 1
+        reply = self.request("POST", "/prl/weights/connect", self.meeting(self.epoch))
+        assert reply.status == 200, reply
+        self.trainer.join(self.epoch, 1 + self.joined["workers"])
+
+    def meeting(self, epoch: int) -> dict[str, Any]:
+        return {
+            "master_address": self.trainer.master_address,
+            "master_port": self.trainer.master_port,
+            "rank_offset": 1,
+            "world_size": 1 + self.joined["workers"],
+            "epoch": epoch,
+            "timeout_s": 30.0,
+        }
+
+    def offer(self, weights: Weights) -> Reply:
+        """Arm the receiver for the next version."""
+        self.step += 1
+        specs = [spec_of(name, tensor) for name, tensor in weights.items()]
+        body = {"lineage": 0, "step": self.step, "epoch": self.epoch, "tensors": to_json(specs), "bucket_bytes": 2**20}
+        return self.request("POST", "/prl/weights/receive", body)
+
+    def send(self, weights: Weights) -> tuple[SendReport, Mapping[str, Any]]:
+        """Offer, send, and wait for every worker's report; the last one is returned."""
+        reply = self.offer(weights)
+        assert reply.status == 200, reply
+        report = self.trainer.send(weights)
+        staged = [self.staged.get(timeout=30) for _ in range(self.joined["workers"])]
+        assert {one["worker"] for one in staged} == set(range(self.joined["workers"]))
+        return report, staged[-1]
+
+    def commit(self, expected: int, *, clear_cache: bool = False) -> Reply:
+        body = {"lineage": 0, "step": self.step, "digest": str(expected), "clear_cache": clear_cache}
+        return self.request("POST", "/prl/weights/commit", body)
+
+    def update(self, weights: Weights, *, clear_cache: bool = False) -> Reply:
+        """All of it, as the orchestrator would drive it."""
+        if self.epoch == 0:
+            self.connect()
+        report, staged = self.send(weights)
+        assert staged["digest"] == str(report.digest) == str(digest(weights))
+        reply = self.commit(report.digest, clear_cache=clear_cache)
+        assert reply.status == 200, reply
+        return reply
+
+    def generate(self, prompt: list[int], **sampling: Any) -> "Future[Reply]":
+        parameters = {"n": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False, **sampling}
+        return self.start("POST", "/inference/v1/generate", {"token_ids": prompt, "sampling_params": parameters})
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def sampler(folder: Path, tensor_parallel: int = 1) -> Iterator[Lab]:
+    """A sampler that has joined; it is told to end afterwards, and must then end by itself and have reported no failure,
+    unless a test ended it before."""
+    run = RunFolder(folder / "run")
+    run.create()
+    save(tiny_model(0), run.model)
+    run.config.write_text(
+        dump(
+            Config(
+                sample=SampleOptions(
+                    dtype="float32",
+                    max_model_len=1024,
+                    max_num_seqs=32,
+                    kv_cache_mib=64,
+                    tensor_parallel=tensor_parallel,
+                    engine_args={"worker-extension-cls": "corrupting_extension.CorruptingExtension"},
+                ),
+                weights=WeightsOptions(bucket_mib=1, group_s=30.0, update_s=30.0),
+            )
+        )
+    )
+    token = create_token(run.token)
+    staged: queue.Queue[Mapping[str, Any]] = queue.Queue()
+    joined: queue.Queue[Member] = queue.Queue()
+    failed: queue.Queue[str] = queue.Queue()
+
+    async def on_staged(member: Member, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        staged.put(body)
+        return {}
+
+    def on_fail(member: Member, error: str, trace: str) -> None:
+        failed.put(f"{member.name}: {error}\n{trace}")
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    server = ControlServer(token, {"staged": on_staged}, on_join=joined.put, on_fail=on_fail)
+    control_url = asyncio.run_coroutine_threadsafe(server.start(HOST), loop).result(10)
+
+    environment = os.environ | {
+        "PRL_RUN": str(run),
+        "PRL_ATTEMPT": "1",
+        "PRL_ROLE": "sampler",
+        "PRL_INDEX": "0",
+        "PRL_CONTROL_URL": control_url,
+        "PRL_HOST": HOST,
+        "PRL_PORT": str(free_port()),
+        "PYTHONPATH": str(Path(__file__).parent),  # where the corrupting extension lies
+        "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, for the extension, and more routes that must be guarded
+    }
+    log = folder / "sampler.log"
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prl.sampler"], env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        while True:
+            try:
+                member = joined.get(timeout=0.5)
+                break
+            except queue.Empty:
+                assert process.poll() is None, f"the sampler ended with {process.returncode}:\n{log.read_text()[-4000:]}"
+                assert time.monotonic() - began < START_S, f"no sampler after {START_S} s:\n{log.read_text()[-4000:]}"
+        trainer = TrainerEnd(HOST, WeightsOptions(bucket_mib=1, group_s=30.0, update_s=30.0))
+        start_s = time.monotonic() - began
+        yield Lab(member.facts["url"], process, trainer, token, loop, staged, failed, member.facts, log, start_s)
+        if process.poll() is None:
+            server.stopping = True  # told with the next heartbeat
+            assert process.wait(60) == 0, log.read_text()[-4000:]
+            assert failed.empty()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait(10)
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with sampler(tmp_path_factory.mktemp("sampler")) as made:
+        made.before = [
+            made.generate([1], max_tokens=1).result(30),
+            made.request("GET", "/prl/state"),
+            made.request("GET", "/health"),
+        ]
+        yield made

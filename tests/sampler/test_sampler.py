@@ -1,0 +1,272 @@
+"""What a real sampler does, from its first version to its last; each test leaves it open."""
+
+import itertools
+import json
+import time
+
+import aiohttp
+import psutil
+import pytest
+import torch
+from conftest import EOS, HOST, Lab, Weights, tiny_model, weights_of
+from transformers import DynamicCache, Qwen2ForCausalLM
+
+from prl.control.token import authorization
+from prl.weights.digest import digest
+from prl.weights.plan import to_json
+from prl.weights.transport import spec_of
+
+PROMPT = [3, 1, 9, 4, 10]
+LONG = 900
+
+
+@pytest.fixture(scope="module")
+def models() -> list[Qwen2ForCausalLM]:
+    return [tiny_model(seed) for seed in range(6)]
+
+
+def greedy(models: dict[str, Qwen2ForCausalLM], choice: dict, prompt: list[int], *, recompute: bool = False) -> list[int]:
+    """What Hugging Face would say next at every token of an answer: each span by its own weights, over the cache that the
+    earlier ones left, or with `recompute` over one computed anew. It equals the answer where the answer is greedy."""
+    ids = prompt + choice["token_ids"]
+    cache, done, out = DynamicCache(), 0, []
+    for span in choice["weight_versions"]:
+        if recompute:
+            cache, done = DynamicCache(), 0
+        until = len(prompt) + span["end"] - 1  # what is fed before the span's last token is sampled
+        with torch.no_grad():
+            output = models[span["version"]](input_ids=torch.tensor([ids[done:until]]), past_key_values=cache, use_cache=True)
+        out += output.logits[0, span["start"] - span["end"] :].argmax(-1).tolist()
+        done = until
+    return out
+
+
+def during_updates(lab: Lab, models: list[Qwen2ForCausalLM], prompt: list[int], *, clear_cache: bool = False, **sampling):
+    """A reply in flight over three updates, and the models by their labels."""
+    labels = {f"0:{lab.step}": models[0]}
+    reply = lab.generate(prompt, max_tokens=LONG, ignore_eos=True, **sampling)
+    for model in models[1:4]:
+        lab.update(weights_of(model), clear_cache=clear_cache)
+        labels[f"0:{lab.step}"] = model
+    assert not reply.done(), "the answer ended before the updates did: nothing was in flight"
+    return reply.result(60).body, labels
+
+
+def test_it_joined_with_its_address_and_workers(lab):
+    assert lab.joined == {"url": lab.url, "workers": 1}
+    assert lab.url.startswith(f"http://{HOST}:")
+
+
+def test_nothing_is_generated_before_the_first_version(lab):
+    generate, state, health = lab.before
+    assert generate.status == 503
+    assert generate.headers["Retry-After"] == "1"
+    assert generate.body == {"error": "this sampler has no weights yet: the first version was not committed"}
+    assert state.body == {"version": None, "closed": generate.body["error"]}
+    assert health.status == 200
+
+
+def test_every_route_refuses_without_the_token(lab):
+    routes = [
+        (path, method) for path, methods in lab.request("GET", "/prl/routes").body["routes"] for method in methods or ["GET"]
+    ]
+    paths = {path for path, _ in routes}
+    assert {"/health", "/inference/v1/generate", "/collective_rpc", "/prl/weights/commit", "/docs", "/metrics"} <= paths
+    routes += [("/no/such/path", "GET"), ("/", "OPTIONS"), ("//health", "GET"), ("/inference/v1/generate", "OPTIONS")]
+    for (path, method), token in itertools.product(routes, ("", "wrong", lab.token + "x", lab.token[:-1])):
+        reply = lab.request(method, path.replace("{", "").replace("}", ""), token=token)
+        assert reply.status == 401, (method, path)
+    answer = lab.request("GET", "/health", token="")
+    assert answer.body == {"error": "this run's token is missing or wrong"}
+    assert lab.request("GET", "/health").status == 200
+
+
+def test_a_websocket_refuses_without_the_token(lab):
+    async def shake_hands() -> int:
+        async with aiohttp.ClientSession() as session:
+            try:
+                async with session.ws_connect(lab.url + "/v1/realtime"):
+                    return 101
+            except aiohttp.WSServerHandshakeError as error:
+                return error.status
+
+    assert lab.run(shake_hands()).result(30) == 403
+
+
+def test_answers_carry_ids_logprobs_and_versions(lab, models):
+    lab.update(weights_of(models[0]))
+    body = lab.generate(PROMPT, n=16, temperature=1.0, top_p=1.0, max_tokens=5, flat_logprobs=True).result(60).body
+    assert [choice["index"] for choice in body["choices"]] == list(range(16))
+    for choice in body["choices"]:
+        ids = choice["token_ids"]
+        assert choice["finish_reason"] == ("stop" if ids[-1] == EOS else "length")
+        assert choice["weight_versions"] == [{"version": f"0:{lab.step}", "start": 0, "end": len(ids)}]
+        with torch.no_grad():
+            logits = models[0](input_ids=torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        content = choice["logprobs"]["content"]
+        assert [entry["token_id"] for entry in content] == ids
+        assert [entry["logprob"] for entry in content] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_an_answer_in_flight_goes_on_with_new_weights_over_the_old_cache(lab, models):
+    lab.update(weights_of(models[0]))
+    body, labels = during_updates(lab, models, PROMPT)
+    (choice,) = body["choices"]
+    spans = choice["weight_versions"]
+    assert [span["version"] for span in spans] == list(labels)[-len(spans) :]
+    assert len(spans) >= 3
+    assert (spans[0]["start"], spans[-1]["end"]) == (0, LONG)
+    assert choice["token_ids"] == greedy(labels, choice, PROMPT)
+    assert choice["token_ids"] != greedy(labels, choice, PROMPT, recompute=True)  # else the test could not tell
+
+
+def test_with_clear_cache_the_answer_goes_on_over_a_new_cache(lab, models):
+    lab.update(weights_of(models[0]))
+    body, labels = during_updates(lab, models, PROMPT, clear_cache=True)
+    (choice,) = body["choices"]
+    assert len(choice["weight_versions"]) >= 3
+    assert choice["token_ids"] == greedy(labels, choice, PROMPT, recompute=True)
+
+
+def test_many_answers_in_flight_span_versions_in_the_same_processes(lab, models):
+    lab.update(weights_of(models[0]))
+    processes = [lab.process.pid, *(child.pid for child in psutil.Process(lab.process.pid).children(recursive=True))]
+    body, labels = during_updates(lab, models, PROMPT, n=8, temperature=1.0)
+    assert len(body["choices"]) == 8
+    for choice in body["choices"]:
+        spans = choice["weight_versions"]
+        assert len({span["version"] for span in spans}) >= 2
+        assert {span["version"] for span in spans} <= set(labels)
+        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+        assert spans[-1]["end"] == len(choice["token_ids"]) == LONG
+    assert processes == [lab.process.pid, *(child.pid for child in psutil.Process(lab.process.pid).children(recursive=True))]
+
+
+def test_an_update_holds_tokens_up_for_less_than_60_ms(lab, models):
+    """The largest gap between two tokens of a stream around each of several updates; the best one counts, as others use
+    this machine's cores too."""
+    lab.update(weights_of(models[0]))
+
+    async def arrivals() -> list[float]:
+        sampling = {"temperature": 1.0, "max_tokens": LONG, "ignore_eos": True, "detokenize": False}
+        body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
+        async with (
+            aiohttp.ClientSession(headers=authorization(lab.token)) as session,
+            session.post(lab.url + "/inference/v1/generate", json=body) as response,
+        ):
+            return [time.perf_counter() async for line in response.content if line.startswith(b"data: {")]
+
+    stream = lab.run(arrivals())
+    pauses, windows = [], []
+    for model in models[1:5]:
+        report, _ = lab.send(weights_of(model))
+        began = time.perf_counter()
+        pauses.append(lab.commit(report.digest).body["pause_s"])
+        windows.append((began, time.perf_counter()))
+    times = stream.result(60)
+    assert windows[0][0] > times[0], "the stream had not begun"
+    around = [
+        max(b - a for a, b in itertools.pairwise(times) if b > began and a < ended)
+        for began, ended in windows
+        if times[-1] > ended
+    ]
+    print(json.dumps({"pauses_ms": [p * 1e3 for p in pauses], "gaps_ms": [g * 1e3 for g in around]}))
+    assert around
+    assert min(pauses) < 0.03
+    assert min(around) < 0.06
+
+
+def test_two_swapped_tensors_are_refused(lab, models):
+    good = weights_of(models[1])
+    lab.update(good)
+    first, second = "model.layers.0.mlp.gate_proj.weight", "model.layers.1.mlp.gate_proj.weight"
+    swapped: Weights = good | {first: good[second], second: good[first]}
+    _, staged = lab.send(swapped)
+    assert int(staged["digest"]) != digest(good)
+    refused = lab.commit(digest(good))
+    assert refused.status == 409
+    assert "arrived in worker 0 with digest" in refused.body["error"]
+    closed = lab.generate(PROMPT, max_tokens=3).result(30)
+    assert (closed.status, closed.body) == (503, refused.body)
+    lab.update(good)
+    assert lab.generate(PROMPT, max_tokens=3).result(30).status == 200
+
+
+def test_a_live_parameter_that_changes_after_the_copy_is_caught(lab, models):
+    lab.update(weights_of(models[0]))
+    assert lab.request("POST", "/collective_rpc", {"method": "corrupt_next_commit"}).status == 200
+    in_flight = lab.generate(PROMPT, n=8, max_tokens=LONG, ignore_eos=True)
+    report, staged = lab.send(weights_of(models[1]))
+    assert staged["digest"] == str(report.digest)  # it arrived well
+    refused = lab.commit(report.digest)
+    assert refused.status == 409
+    assert "the live parameters have digest" in refused.body["error"]
+    choices = in_flight.result(30).body["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"abort"}  # what they have is of the version before
+    assert {span["version"] for choice in choices for span in choice["weight_versions"] or []} <= {f"0:{lab.step - 1}"}
+    assert lab.generate(PROMPT, max_tokens=3).result(30).status == 503
+    assert lab.request("GET", "/prl/state").body["closed"] == refused.body["error"]
+    lab.update(weights_of(models[1]))
+    assert lab.generate(PROMPT, max_tokens=3).result(30).status == 200
+
+
+def test_a_version_that_was_not_received_cannot_be_committed(lab, models):
+    lab.update(weights_of(models[0]))
+    lab.step += 1
+    refused = lab.commit(1)
+    assert (refused.status, refused.body) == (409, {"error": f"worker 0 holds no staged version, not 0:{lab.step}"})
+    assert lab.generate(PROMPT, max_tokens=3).result(30).status == 200  # the old one serves on
+
+
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent(lab, models):
+    good = weights_of(models[0])
+    lab.update(good)
+    some = next(iter(good))
+    cases = {
+        "model.layers.7.mlp.up_proj.weight is no parameter of Qwen2ForCausalLM": good
+        | {"model.layers.7.mlp.up_proj.weight": torch.zeros(2)},
+        f"{some} is bfloat16, the sampler holds torch.float32": good | {some: good[some].bfloat16()},
+        f"{some} has shape (16, 32), the sampler needs (16, 64)": good | {some: good[some][:, :32]},
+        "no tensor fills these parameters of the sampler: model.layers.0.mlp.down_proj.weight": {
+            name: tensor for name, tensor in good.items() if name != "model.layers.0.mlp.down_proj.weight"
+        },
+    }
+    for words, weights in cases.items():
+        reply = lab.offer(weights)
+        assert reply.status == 400
+        assert words in reply.body["error"]
+        tensors = to_json(spec_of(name, tensor) for name, tensor in weights.items())
+        reply = lab.request("POST", "/prl/weights/connect", lab.meeting(lab.epoch + 1) | {"tensors": tensors})
+        assert reply.status == 400
+        assert words in reply.body["error"]
+    lab.update(good)  # the group of before still stands
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("connect", {}, "master_address is missing"),
+        ("receive", {"lineage": "0"}, "lineage must be int, not '0'"),
+        ("commit", [], "expected a JSON object with lineage, step, digest, clear_cache"),
+        ("commit", {"lineage": 0, "step": 1, "digest": "x", "clear_cache": False}, "digest"),
+    ],
+)
+def test_wrong_bodies_are_refused(lab, path, body, words):
+    reply = lab.request("POST", f"/prl/weights/{path}", body)
+    assert reply.status == 400
+    assert words in reply.body["error"]
+
+
+def test_a_transfer_that_breaks_off_is_reported_and_a_new_epoch_mends_it(lab, models):
+    lab.update(weights_of(models[0]))
+    assert lab.offer(weights_of(models[1])).status == 200
+    lab.trainer.close()
+    report = lab.staged.get(timeout=30)
+    assert report["step"] == lab.step
+    assert "bucket 1 of 1 from the trainer" in report["error"]
+    assert lab.offer(weights_of(models[1])).status == 200  # and without a new epoch
+    assert "no group for version" in lab.staged.get(timeout=30)["error"]
+    assert lab.generate(PROMPT, max_tokens=3).result(30).status == 200
+    lab.connect()
+    lab.update(weights_of(models[1]))
