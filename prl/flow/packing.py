@@ -11,11 +11,12 @@ import numpy.typing as npt
 def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int, ranks: int = 1) -> list[list[int]]:
     """Bins of at most `capacity` tokens, each a list of indices into `lengths`; every index is in one bin, none is empty.
     Best-fit decreasing, found by bisection, says how few bins are needed. For several ranks the count is rounded up to a
-    multiple of `ranks`, and the bins are levelled where they can be (the longest sequence into the emptiest bin), so that ranks
-    are loaded alike. Raises ValueError for a sequence longer than a bin, and where there are fewer sequences than ranks."""
+    multiple of `ranks` (or to the number of sequences, where that is less), and the bins are levelled where they can be (the
+    longest sequence into the emptiest bin), so that ranks are loaded alike. Raises ValueError where there is nothing to pack,
+    or a sequence longer than a bin."""
     sizes = np.asarray(lengths, np.int64)
-    if len(sizes) < ranks or ranks < 1:
-        raise ValueError(f"{len(sizes)} sequences cannot be packed for {ranks} ranks: each needs one")
+    if len(sizes) == 0 or ranks < 1:
+        raise ValueError(f"{len(sizes)} sequences cannot be packed for {ranks} ranks")
     if sizes.max() > capacity or sizes.min() < 1:
         raise ValueError(f"sequences of {sizes.min()} to {sizes.max()} tokens do not fit bins of {capacity}")
     order = np.argsort(-sizes, kind="stable").tolist()
@@ -23,10 +24,11 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int, ranks:
     bins = _best_fit(order, sequences, capacity)
     if ranks == 1:
         return bins
-    level = _level(order, sequences, -(-len(bins) // ranks) * ranks)
+    count = min(-(-len(bins) // ranks) * ranks, len(sequences))
+    level = _level(order, sequences, count)
     if max(sum(sequences[i] for i in members) for members in level) <= capacity:
         return level
-    return _split_to_multiple(bins, sequences, ranks)
+    return _split(bins, sequences, count)
 
 
 def _best_fit(order: list[int], sizes: list[int], capacity: int) -> list[list[int]]:
@@ -57,9 +59,9 @@ def _level(order: list[int], sizes: list[int], count: int) -> list[list[int]]:
     return bins
 
 
-def _split_to_multiple(bins: list[list[int]], sizes: list[int], ranks: int) -> list[list[int]]:
-    """Split the fullest bins that can be split until the count is a multiple of `ranks`."""
-    while len(bins) % ranks:
+def _split(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
+    """Split the fullest bins that can be split until there are `count`."""
+    while len(bins) < count:
         splittable = [n for n, members in enumerate(bins) if len(members) > 1]
         fullest = max(splittable, key=lambda n: sum(sizes[i] for i in bins[n]))
         halves: tuple[list[int], list[int]] = ([], [])

@@ -159,8 +159,7 @@ def build_step(groups: Sequence[Prepared], moment: Moment, options: PreprocessOp
     samples = [s for g in groups for s in g.samples]
     sequences = [(sample, sequence) for sample in samples for sequence in sample.sequences]
     lengths = [sequence.tokens for _, sequence in sequences]
-    ranks = min(data_parallel_size, len(sequences))  # with fewer sequences than ranks some ranks idle
-    bins = pack(lengths, options.pack_tokens, ranks)
+    bins = pack(lengths, options.pack_tokens, data_parallel_size)
     microbatches = [_microbatch([sequences[i] for i in members], moment) for members in bins]
     if options.token_weight == "sample":
         _weigh_by_sample(samples, microbatches)

@@ -86,4 +86,4 @@ class StepFacts:
     denominator: float  # the sum of all loss weights: the loss is sum(weight * token loss) / denominator
     trained_tokens: int  # tokens with a weight above 0
     samples: int  # rollouts
-    microbatches: int  # a multiple of the data-parallel size it was written for
+    microbatches: int  # a multiple of the data-parallel size it was written for, unless there were too few sequences

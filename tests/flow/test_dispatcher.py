@@ -5,7 +5,7 @@ from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 from prl.flow.dispatcher import Dispatcher, DispatcherError, DispatcherSettings
 from prl.flow.events import LedgerEvent, from_discard_rows, from_rows, to_discard_rows, to_rows
@@ -373,7 +373,7 @@ def begin(chosen: DispatcherSettings) -> Dispatcher:
     return dispatcher
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SETTINGS, OPERATIONS, st.booleans())
 def test_every_id_ends_once_within_the_budget(chosen, operations, in_order):
     model = Model(begin(chosen), in_order)
@@ -385,7 +385,7 @@ def test_every_id_ends_once_within_the_budget(chosen, operations, in_order):
     assert model.dispatcher.in_flight == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SETTINGS, OPERATIONS)
 def test_in_order_the_lag_never_exceeds_its_limit(chosen, operations):
     model = Model(begin(chosen), in_order=True)
@@ -395,7 +395,7 @@ def test_in_order_the_lag_never_exceeds_its_limit(chosen, operations):
     assert model.worst_lag <= allowed
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SETTINGS, OPERATIONS, OPERATIONS)
 def test_a_saved_state_goes_on_alike(chosen, before, after):
     model = Model(begin(chosen), in_order=False)
@@ -409,7 +409,7 @@ def test_a_saved_state_goes_on_alike(chosen, before, after):
     assert model.dispatcher.state() == twin.dispatcher.state()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SETTINGS, OPERATIONS, OPERATIONS, st.integers(0, 30))
 def test_a_resumed_run_goes_on_from_state_and_ledger(chosen, before, after, kept):
     """The state of an early checkpoint and the ledger's rows behind it: nothing is handed out twice, every id ends once."""

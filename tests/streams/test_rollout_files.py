@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 from prl.flow.versions import Version
 from prl.streams.files import StreamError, checksum_of, list_published, next_sequence, read_checked
@@ -71,7 +71,7 @@ def write(folder: Path, groups: list[Group]):
     return published
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=6), st.integers(0, 99))
 def test_round_trip(tmp_path_factory, shapes, seed):
     folder = tmp_path_factory.mktemp("rollouts")
