@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 LOG_TAIL_LINES = 25
 
 
@@ -30,24 +28,11 @@ class ChildPlan:
         return f"{self.role} {self.index}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunningChild:
     plan: ChildPlan
     process: asyncio.subprocess.Process
     log: Path
-    cpu_s: float = 0.0  # of it and all its descendants, when last looked at
-    rss_bytes: int = 0  # largest seen
-
-    def look(self) -> None:
-        """Refresh what it has used so far; a process that has just ended keeps the last figures."""
-        try:
-            root = psutil.Process(self.process.pid)
-            family = [root, *root.children(recursive=True)]
-            times = [process.cpu_times() for process in family]
-            self.cpu_s = max(self.cpu_s, sum(t.user + t.system for t in times))
-            self.rss_bytes = max(self.rss_bytes, sum(process.memory_info().rss for process in family))
-        except psutil.NoSuchProcess:
-            return
 
 
 async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Path) -> RunningChild:

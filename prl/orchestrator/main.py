@@ -40,6 +40,7 @@ class Orchestrator:
         self._causes: list[Cause] = []
         self._bell = Bell()
         self._stop_rule = StopRule(config.run.stop_at_reward, config.run.stop_after_evaluations, start.evaluations_reached)
+        self._scores: dict[int, list[tuple[float, float]]] = {}  # step -> (problems, mean reward) of each domain
         self._checkpointed = False
         self._nodes_done: set[int] = set()
         self._done_words = f"all {config.run.steps} steps trained"
@@ -257,11 +258,6 @@ class Orchestrator:
         return {"children": [child.__dict__ for child in self._plan.on_node(member.index)]}
 
     async def _node_done(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        for usage in body["usage"]:
-            values = {"usage/cpu_s": usage["cpu_s"], "usage/max_rss_bytes": usage["max_rss_bytes"]}
-            self._metrics.write(
-                values, kind="usage", labels={"process": f"{usage['role']} {usage['index']}", "role": usage["role"]}
-            )
         self._nodes_done.add(member.index)
         self._bell.ring()
         return {}
@@ -294,7 +290,13 @@ class Orchestrator:
             "version_end": str(body.get("version_end")),
         }
         self._metrics.write(values, step=evaluation.step, kind="evaluation", labels=labels)
-        self._stop_rule = self._stop_rule.after(float(body["reward_mean"]))
+        self._scores.setdefault(evaluation.step, []).append((float(body["problems"]), float(body["reward_mean"])))
+        if self._dispatcher.evaluations_pending:
+            return  # of other domains: a step's reward is that of all of them
+        for _, scores in sorted(self._scores.items()):
+            problems = sum(count for count, _ in scores)
+            self._stop_rule = self._stop_rule.after(sum(count * mean for count, mean in scores) / problems)
+        self._scores.clear()
         if self._stop_rule.fulfilled and not self._steps.finishing:
             rule = self._stop_rule
             self._done_words = f"held-out reward reached {rule.reward} in {rule.needed} evaluations in a row"

@@ -1,16 +1,19 @@
 """The node agent: starts the children that the plan puts on its node, watches them, ends them."""
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+import time
 
 from prl.control.client import ControlClient
 from prl.control.options import ControlOptions
 from prl.control.ports import free_port
+from prl.metrics import names
+from prl.metrics.events import MetricsWriter
+from prl.metrics.usage import usage_of
 from prl.orchestrator.children import ChildPlan, RunningChild, end_child, how_it_ended, log_tail, start_child
 from prl.runfolder.paths import RunFolder
 
 KILL_AFTER_S = 3.0  # between SIGTERM and SIGKILL
+USAGE_S = 2.0  # between two looks at what the children use
 
 
 async def run_agent(
@@ -22,17 +25,20 @@ async def run_agent(
         await client.join({"address": address})
         answer = await client.call("children", {}, deadline_s=options.start_s, reason="the plan of this node's children")
         children: list[RunningChild] = []
+        metrics = MetricsWriter(run.metrics, "agent", node, attempt)
         try:
             for entry in answer["children"]:
                 plan = ChildPlan(**{**entry, "devices": tuple(entry["devices"])})
                 common = _environment(run, attempt, plan, address, control_url)
                 children.append(await start_child(plan, common, run.logs(attempt)))
-            await _watch(client, children, options)
+            await _watch(client, children, options, metrics)
         finally:
+            _write_usage(metrics, children)
             await asyncio.gather(*(end_child(child, KILL_AFTER_S) for child in children))
+            metrics.close()
         if client.lost is not None:
             raise client.lost
-        await client.call("node_done", {"usage": _usage(children)}, deadline_s=10.0, reason="reporting the node's end")
+        await client.call("node_done", {}, deadline_s=10.0, reason="reporting the node's end")
 
 
 def _environment(run: RunFolder, attempt: int, plan: ChildPlan, address: str, control_url: str) -> dict[str, str]:
@@ -50,23 +56,23 @@ def _environment(run: RunFolder, attempt: int, plan: ChildPlan, address: str, co
     return environment
 
 
-async def _watch(client: ControlClient, children: list[RunningChild], options: ControlOptions) -> None:
+async def _watch(client: ControlClient, children: list[RunningChild], options: ControlOptions, metrics: MetricsWriter) -> None:
     """Report every child's end until the run stops; then give the children their time to end by themselves."""
     waits = {asyncio.create_task(child.process.wait()): child for child in children}
     stopping = asyncio.create_task(client.stopping.wait())
+    looked = time.monotonic()
     try:
         while waits and not client.stopping.is_set():
             done, _ = await asyncio.wait([*waits, stopping], timeout=options.heartbeat_s, return_when="FIRST_COMPLETED")
-            for child in children:
-                child.look()
+            if time.monotonic() - looked >= USAGE_S:
+                looked = time.monotonic()
+                _write_usage(metrics, children)
             for task in done & waits.keys():
                 await _report(client, waits.pop(task))
             client.progress(f"watching {len(waits)} children")
         await client.stopping.wait()
         if waits:
             await asyncio.wait(waits, timeout=client.grace_s)
-        for child in children:
-            child.look()
     finally:
         stopping.cancel()
         for task in waits:
@@ -84,7 +90,7 @@ async def _report(client: ControlClient, child: RunningChild) -> None:
     await client.call("child_ended", body, deadline_s=10.0, reason=f"reporting that {child.plan.name} ended")
 
 
-def _usage(children: list[RunningChild]) -> list[Mapping[str, Any]]:
-    return [
-        {"role": c.plan.role, "index": c.plan.index, "cpu_s": round(c.cpu_s, 2), "max_rss_bytes": c.rss_bytes} for c in children
-    ]
+def _write_usage(metrics: MetricsWriter, children: list[RunningChild]) -> None:
+    """What every living child and all its descendants have used so far."""
+    for plan, usage in usage_of({child.plan.name: child.process.pid for child in children}).items():
+        metrics.write(usage.values(), kind=names.USAGE, labels={"process": plan, "role": plan.split()[0]})
