@@ -37,9 +37,7 @@ async def main(child: Child, control: ControlClient) -> None:
             verifier if config.verifier.processes > 0 else None,
         )
 
-        publisher = rollout_publisher(
-            child.run, config.run.name, child.attempt, control, config.streams, call_s=config.control.wait_s
-        )
+        publisher = rollout_publisher(child.run, config.run.name, child.attempt, control, config.streams, config.control)
         await control.join(
             {
                 "problems": {name: len(task.train) for name, task in tasks.items()},

@@ -145,7 +145,8 @@ class Actor:
         )
 
     async def _fail(self, lease: Lease, failure: GroupFailed) -> None:
-        log.warning("group %d, issue %d failed (%s): %s", lease.group, lease.issue, failure.reason, failure, exc_info=failure)
+        trace = failure if failure.domain_fault else None
+        log.warning("group %d, issue %d failed (%s): %s", lease.group, lease.issue, failure.reason, failure, exc_info=trace)
         self._errors[f"group_{failure.reason}"] += 1
         await self._call(
             "group_failed",

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from prl.control.client import ControlClient
+from prl.control.options import ControlOptions
 from prl.runfolder.paths import RunFolder
 from prl.streams.options import StreamsOptions
 from prl.streams.records import Group
@@ -64,9 +65,9 @@ class Publisher:
 
 
 def rollout_publisher(
-    run: RunFolder, run_name: str, attempt: int, control: ControlClient, options: StreamsOptions, *, call_s: float
+    run: RunFolder, run_name: str, attempt: int, control: ControlClient, options: StreamsOptions, deadlines: ControlOptions
 ) -> Publisher:
-    """Publishes to the actor's own folder of the run's rollout stream. `call_s`: deadline of an announcement, in seconds."""
+    """Publishes to the actor's own folder of the run's rollout stream."""
     name = f"actor-{control.index:03d}"
     writer = RolloutWriter(run.rollouts, name, run_name, attempt, options)
 
@@ -76,6 +77,7 @@ def rollout_publisher(
         return [{**file.announcement(run.path), "writer": name} for file in files]
 
     async def announce(file: Mapping[str, Any]) -> Mapping[str, Any]:
-        return await control.call("rollouts", file, deadline_s=call_s, reason=f"announcing {file['path']}")
+        deadline_s = deadlines.stop_s if control.stopping.is_set() else deadlines.wait_s
+        return await control.call("rollouts", file, deadline_s=deadline_s, reason=f"announcing {file['path']}")
 
     return Publisher(write, announce, roll_groups=options.roll_groups, roll_s=options.roll_s)

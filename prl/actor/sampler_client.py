@@ -57,6 +57,10 @@ class _Question:
     futures: list[asyncio.Future[Turn]]
 
 
+class _Unavailable(Exception):
+    """This replica cannot answer now; another one may."""
+
+
 class SamplerClient:
     """Used as an async context manager. `counts` counts what went wrong and was mended, by reason."""
 
@@ -242,20 +246,22 @@ class SamplerClient:
             replica = await self._pick(deadline, last_trouble)
             replica.tokens_in_flight += tokens
             try:
-                reply, last_trouble = await self._post(replica, body, deadline)
+                reply = await self._post(replica, body, deadline)
+            except _Unavailable as trouble:
+                last_trouble = str(trouble)
+                self.counts["retried"] += 1
+                self._rest(replica)
+                continue
             finally:
                 replica.tokens_in_flight -= tokens
-            if reply is not None:
-                replica.rest_s = 0.0
-                answers = parse_reply(reply, n)
-                if any(_was_aborted(answer) for answer in answers):
-                    self._rest(replica)  # it is being fenced or emptied: others first
-                return replica.index, answers
-            self.counts["retried"] += 1
-            self._rest(replica)
+            replica.rest_s = 0.0
+            answers = parse_reply(reply, n)
+            if any(_was_aborted(answer) for answer in answers):
+                self._rest(replica)  # it is being fenced or emptied: others first
+            return replica.index, answers
 
-    async def _post(self, replica: _Replica, body: bytes, deadline: float) -> tuple[Any, str]:
-        """The decoded reply, or None and what was wrong where another try may help. Raises SamplerError where none will."""
+    async def _post(self, replica: _Replica, body: bytes, deadline: float) -> Any:
+        """The decoded reply. Raises _Unavailable where another try may help, SamplerError where none will."""
         assert self._session is not None
         where = f"sampler {replica.index} at {replica.url}"
         timeout = asyncio.timeout_at(deadline)
@@ -266,22 +272,22 @@ class SamplerClient:
                 status = response.status
         except TimeoutError:
             if not timeout.expired():
-                return None, f"{where} did not accept a connection within {_CONNECT_S:.0f} s"
+                raise _Unavailable(f"{where} did not accept a connection within {_CONNECT_S:.0f} s") from None
             if replica.gone and asyncio.get_running_loop().time() < deadline:
-                return None, f"{where} was withdrawn"
+                raise _Unavailable(f"{where} was withdrawn") from None
             raise SamplerError("deadline", f"no answer from {where} within {self._request_s:.0f} s") from None
         except aiohttp.ClientError as error:
-            return None, f"{where}: {error!r}"
+            raise _Unavailable(f"{where}: {error!r}") from error
         finally:
             replica.deadlines.discard(timeout)
         if status == 200:
             try:
-                return json.loads(data), ""
+                return json.loads(data)
             except ValueError as error:
                 raise SamplerError("malformed", f"{where}: reply is not JSON: {error}: {data[:200]!r}") from error
         trouble = f"{where} answered {status}: {data[:300].decode(errors='replace')}"
         if status >= 500:
-            return None, trouble
+            raise _Unavailable(trouble)
         raise SamplerError("refused", trouble)
 
     async def _pick(self, deadline: float, last_trouble: str) -> _Replica:

@@ -1,7 +1,6 @@
 """Finds a domain by its name, checks that it is complete, and loads its problems."""
 
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -63,16 +62,12 @@ def load_split(domain: Domain, options: Mapping[str, Any], split: str, seed: int
 
 def _import(name: str) -> Any:
     own = f"{prl.domains.__name__}.{name}"
-    for candidate in (own, name):
-        try:
-            found = importlib.util.find_spec(candidate)
-        except (ModuleNotFoundError, ValueError):  # a parent package is missing, or the name is empty
-            found = None
-        if found is None:
-            continue
+    for candidate in (own, name) if all(part.isidentifier() for part in name.split(".")) else ():
         try:
             return importlib.import_module(candidate)
         except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and f"{candidate}.".startswith(f"{error.name}."):
+                continue  # the module itself is not there, or a package that it would be in
             raise DomainError(f"domain {name}: importing {candidate} failed: {type(error).__name__}: {error}") from error
     raise DomainError(
         f"there is no domain {name}: it is none of prl's ({', '.join(_own_domains())}) "

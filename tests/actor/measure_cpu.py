@@ -90,7 +90,7 @@ async def measure(url: str) -> None:
                 SamplerClient(TOKEN, request_s=60, max_model_len=64, max_answers=512) as samplers,
                 VerifierClient(TOKEN, deadline_s=5) as verifier,
             ):
-                publisher = rollout_publisher(run, "run", 1, control, StreamsOptions(), call_s=60)
+                publisher = rollout_publisher(run, "run", 1, control, StreamsOptions(), ControlOptions())
                 parts = Parts(tasks, control, samplers, verifier, publisher, metrics)
                 cpu, wall = time.process_time(), time.perf_counter()
                 await Actor(parts, ActorOptions(), call_s=60).run()

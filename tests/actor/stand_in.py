@@ -47,7 +47,8 @@ class SamplerStandIn:
     def __init__(self, answer: Callable[[dict[str, Any]], Any] = replay) -> None:
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
-        self.hold: asyncio.Event | None = None  # answers wait for it
+        self.hold: asyncio.Event | None = None  # answers wait for it,
+        self.holds: Callable[[dict[str, Any]], bool] = lambda body: True  # those to such requests
         self.dropped = 0  # requests whose client went away
         self.url = ""
 
@@ -70,7 +71,7 @@ class SamplerStandIn:
         body = await request.json()
         self.bodies.append(body)
         try:
-            if self.hold is not None:
+            if self.hold is not None and self.holds(body):
                 await self.hold.wait()
         except asyncio.CancelledError:
             self.dropped += 1
@@ -85,3 +86,10 @@ class SamplerStandIn:
         return web.Response(
             body=answer if isinstance(answer, bytes) else json.dumps(answer).encode(), content_type="application/json"
         )
+
+
+async def until(condition: Callable[[], Any], deadline_s: float = 10.0) -> None:
+    """Returns once the condition holds."""
+    async with asyncio.timeout(deadline_s):
+        while not condition():  # noqa: ASYNC110 (conditions of all kinds)
+            await asyncio.sleep(0.01)

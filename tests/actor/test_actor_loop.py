@@ -1,0 +1,299 @@
+"""An actor between a real control server, real streams and servers that stand in for samplers."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+
+import pytest
+from stand_in import TOKEN, SamplerStandIn, choice, reply, until
+
+from prl.actor.loop import Actor, Parts
+from prl.actor.options import ActorOptions
+from prl.actor.publisher import rollout_publisher
+from prl.actor.sampler_client import SamplerClient
+from prl.actor.tasks import Task, load_tasks
+from prl.actor.tokenizer import ModelTokenizer
+from prl.control.client import ControlClient
+from prl.control.options import ControlOptions
+from prl.control.server import Bell, ControlServer
+from prl.domains import digits
+from prl.domains.api import Context, DomainError, Problem
+from prl.domains.options import DomainOptions
+from prl.domains.registry import Domain
+from prl.flow.ids import Lease
+from prl.metrics.events import MetricsWriter, read_events
+from prl.runfolder.model import write_model_folder
+from prl.runfolder.paths import RunFolder
+from prl.streams.options import StreamsOptions
+from prl.streams.reader import read_rollouts
+from prl.trainer.options import ModelOptions
+from prl.verifier.client import VerifierClient
+
+
+class Orchestrator:
+    """Hands out what a test puts in `leases` and notes what comes back."""
+
+    def __init__(self):
+        self.leases = []
+        self.asked = []  # groups wanted, of each lease call
+        self.announcements = []
+        self.failed = []
+        self.evaluations = []
+        self.samplers = []
+        self.stop = False
+        self.working = None  # the actor's task
+        self.bell = Bell()
+
+    async def lease(self, member, body):
+        self.asked.append(body["groups"])
+        await self.bell.until(lambda: self.leases or self.stop, 5.0)
+        taken, self.leases = self.leases[: body["groups"]], self.leases[body["groups"] :]
+        samplers = [{"replica": k, "url": s.url} for k, s in enumerate(self.samplers)]
+        return {"leases": [asdict(lease) for lease in taken], "samplers": samplers, "verifier": None, "stop": self.stop}
+
+    async def rollouts(self, member, body):
+        self.announcements.append(body)
+        return {"late": []}
+
+    async def group_failed(self, member, body):
+        self.failed.append(body)
+        return {}
+
+    async def evaluation(self, member, body):
+        self.evaluations.append(body)
+        return {}
+
+    def end(self):
+        self.stop = True
+        self.bell.ring()
+
+    def offer(self, *leases):
+        self.leases += leases
+        self.bell.ring()
+
+    @property
+    def groups(self):
+        return [group["group"] for announcement in self.announcements for group in announcement["groups"]]
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    write_model_folder(ModelOptions(init="random", architecture="qwen2"), run.model)
+    return run
+
+
+@asynccontextmanager
+async def actor_at_work(run, *samplers, tasks=None, **options):
+    """The orchestrator of a running actor; the actor is awaited at the end."""
+    orchestrator = Orchestrator()
+    orchestrator.samplers = list(samplers)
+    handlers = {name: getattr(orchestrator, name) for name in ("lease", "rollouts", "group_failed", "evaluation")}
+    server = ControlServer(TOKEN, handlers, on_join=lambda member: None, on_fail=lambda *_: None)
+    url = await server.start("127.0.0.1")
+    tasks = tasks or load_tasks([DomainOptions(name="digits")], 1, ModelTokenizer(run.model), None)
+    try:
+        with MetricsWriter(run.metrics, "actor", 0, 1) as metrics:
+            async with (
+                ControlClient(url, TOKEN, "actor", 0, ControlOptions()) as control,
+                SamplerClient(TOKEN, request_s=5, max_model_len=64, max_answers=512) as samplers,
+                VerifierClient(TOKEN, deadline_s=5) as verifier,
+            ):
+                publisher = rollout_publisher(run, "a run", 1, control, StreamsOptions(), ControlOptions())
+                parts = Parts(tasks, control, samplers, verifier, publisher, metrics)
+                async with asyncio.timeout(30):
+                    working = asyncio.create_task(Actor(parts, ActorOptions(**options), call_s=20).run())
+                    orchestrator.working = working
+                    try:
+                        yield orchestrator
+                        orchestrator.end()
+                        await working
+                    finally:
+                        working.cancel()
+    finally:
+        await server.close()
+
+
+def train(group, rollouts=4, issue=0, index=None):
+    return Lease("train", "digits", group if index is None else index, 0, group, issue, rollouts)
+
+
+def solve(body):
+    """The right answer to every digits prompt, in the model folder's documented ids."""
+    answer = [*((d + 1) % 10 for d in body["token_ids"][:4]), 11]
+    return reply([choice(answer, spans=[("0:7", 0, 2), ("0:8", 2, 5)])] * body["sampling_params"]["n"])
+
+
+def read_groups(run, orchestrator):
+    files = [read_rollouts(run.path / a["path"], a["bytes"], a["checksum"], run="a run") for a in orchestrator.announcements]
+    return {group.group: group for groups in files for group in groups}
+
+
+def test_leased_groups_come_back_as_announced_files(run):
+    async def scenario():
+        async with SamplerStandIn(solve) as sampler, actor_at_work(run, sampler) as orchestrator:
+            orchestrator.offer(*(train(n) for n in range(40)))
+            await until(lambda: len(orchestrator.groups) == 40)
+            assert len(sampler.bodies) == 40  # one request a group
+            assert max(orchestrator.asked) == 32  # lease_groups
+        return orchestrator
+
+    orchestrator = asyncio.run(scenario())
+    groups = read_groups(run, orchestrator)
+    assert sorted(groups) == list(range(40))
+    problems = digits.training_problems()
+    for number, group in groups.items():
+        assert (group.problem, group.domain, group.issue, len(group.rollouts)) == (f"digits/{number}", "digits", 0, 4)
+        for rollout in group.rollouts:
+            assert rollout.reward == 1.0
+            (turn,) = rollout.turns
+            assert "".join(map(str, turn.prompt_ids[:4])) + "=" == problems[number].data["prompt"]
+            assert [str(span.version) for span in turn.versions] == ["0:7", "0:8"]
+    sequences = [a["sequence"] for a in orchestrator.announcements]
+    assert sequences == list(range(len(sequences)))
+    assert {a["writer"] for a in orchestrator.announcements} == {"actor-000"}
+
+
+def test_no_group_waits_for_another(run):
+    """The first group's sampler does not answer; the others end, are announced, and others are leased in their place."""
+
+    async def scenario():
+        slow = digits.training_problems()[0].data["prompt"]
+        slow_ids = [*map(int, slow[:4]), 10]
+        async with SamplerStandIn(solve) as sampler, actor_at_work(run, sampler, max_groups=2) as orchestrator:
+            sampler.hold, sampler.holds = asyncio.Event(), lambda body: body["token_ids"] == slow_ids
+            orchestrator.offer(*(train(n) for n in range(10)))
+            await until(lambda: len(orchestrator.groups) == 9)
+            assert 0 not in orchestrator.groups
+            sampler.hold.set()
+            await until(lambda: len(orchestrator.groups) == 10)
+            assert max(orchestrator.asked) == 2
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_the_run_keeps_what_is_done_and_drops_the_rest(run):
+    async def scenario():
+        async with SamplerStandIn(solve) as sampler, actor_at_work(run, sampler) as orchestrator:
+            orchestrator.offer(train(0), train(1))
+            await until(lambda: len(sampler.bodies) == 2)
+            sampler.hold = asyncio.Event()
+            orchestrator.offer(train(2))
+            await until(lambda: len(sampler.bodies) == 3)
+            orchestrator.end()
+            await until(lambda: sampler.dropped == 1)
+        assert sorted(orchestrator.groups) == [0, 1]
+        assert not orchestrator.failed
+
+    asyncio.run(scenario())
+
+
+def test_evaluations_sample_every_held_out_problem_once_at_temperature_one(run):
+    async def scenario():
+        held_out = digits.evaluation_problems()
+
+        nothing_right = choice([10] * 5, finish_reason="length", spans=[("1:9", 0, 5)])
+
+        def answer(body):  # right where the last digit is even
+            even = body["token_ids"][3] % 2 == 0
+            return solve(body) if even else reply([nothing_right] * body["sampling_params"]["n"])
+
+        async with SamplerStandIn(answer) as sampler, actor_at_work(run, sampler, temperature=0.5, top_p=0.9) as orchestrator:
+            orchestrator.offer(Lease("evaluate", "digits", 0, 20, -1, 2, 512), train(0))
+            await until(lambda: orchestrator.evaluations and orchestrator.groups)
+            prompts = [tuple(b["token_ids"]) for b in sampler.bodies if b["sampling_params"]["temperature"] == 1.0]
+            assert sorted(prompts) == sorted((*map(int, p.data["prompt"][:4]), 10) for p in held_out)
+            others = [b["sampling_params"] for b in sampler.bodies if b["sampling_params"]["temperature"] != 1.0]
+            assert [(o["temperature"], o["top_p"], o["n"]) for o in others] == [(0.5, 0.9, 4)]
+        (result,) = orchestrator.evaluations
+        right = sum(int(p.data["prompt"][3]) % 2 == 0 for p in held_out) / 512
+        assert result["reward_mean"] == pytest.approx(right)
+        assert result["reward_std"] == pytest.approx((right * (1 - right)) ** 0.5)
+        expected = {"group": -1, "issue": 2, "problems": 512, "output_tokens": 5 * 512}
+        expected |= {"version_start": "0:7", "version_end": "1:9"}
+        assert expected.items() <= result.items()
+        assert orchestrator.groups == [0]
+
+    asyncio.run(scenario())
+
+
+def test_a_rollout_is_tried_again_and_then_its_group_is_given_up(run):
+    async def scenario():
+        bad = [*map(int, digits.training_problems()[1].data["prompt"][:4]), 10]
+        tries = []
+
+        def answer(body):
+            whole = solve(body)
+            if body["token_ids"] == bad:
+                tries.append(body["sampling_params"]["n"])
+                whole["choices"][0] = {"index": 0}  # one malformed answer a request
+            return whole
+
+        async with SamplerStandIn(answer) as sampler, actor_at_work(run, sampler) as orchestrator:
+            orchestrator.offer(train(0), train(1, issue=3), train(2))
+            await until(lambda: orchestrator.failed and len(orchestrator.groups) == 2)
+        assert tries == [4, 1, 1]
+        assert sorted(orchestrator.groups) == [0, 2]
+        (failed,) = orchestrator.failed
+        assert (failed["group"], failed["issue"], failed["reason"]) == (1, 3, "sampler_malformed")
+
+    asyncio.run(scenario())
+
+
+def test_a_group_has_a_deadline(run):
+    async def scenario():
+        async with SamplerStandIn(solve) as sampler, actor_at_work(run, sampler, rollout_s=0.3) as orchestrator:
+            sampler.hold = asyncio.Event()
+            orchestrator.offer(train(0), Lease("evaluate", "digits", 0, 0, -1, 0, 3))
+            await until(lambda: len(orchestrator.failed) == 2)
+        assert {(f["group"], f["reason"]) for f in orchestrator.failed} == {(0, "rollout_deadline"), (-1, "rollout_deadline")}
+
+    asyncio.run(scenario())
+
+
+def domain_of(generate_rollout, score_group=None):
+    domain = Domain("digits", lambda *_: [], generate_rollout, score_group, None)
+    return {"digits": Task(domain, Context(None, None), [Problem({})] * 100, [])}
+
+
+@pytest.mark.parametrize("where", ["generate_rollout", "score_group", "a reward that is no number"])
+def test_a_domain_that_only_fails_ends_the_actor_with_its_cause(run, where):
+    solvable, known = digits.training_problems()[0], Context(ModelTokenizer(run.model), None)
+
+    async def generate_rollout(problem, sampler, context):
+        if where == "generate_rollout":
+            raise KeyError("a fault of the domain's own")
+        return await digits.generate_rollout(solvable, sampler, known)
+
+    async def score_group(problem, rollouts, context):
+        if where == "score_group":
+            raise DomainError("a fault of the domain's own")
+        return ["a fault of the domain's own"] * len(rollouts)
+
+    async def scenario():
+        async with (
+            SamplerStandIn(solve) as sampler,
+            actor_at_work(run, sampler, tasks=domain_of(generate_rollout, score_group)) as orchestrator,
+        ):
+            orchestrator.offer(*(train(n) for n in range(30)))
+            await asyncio.wait([orchestrator.working])
+
+    with pytest.raises(RuntimeError, match=r"16 groups in a row failed.*a fault of the domain's own"):
+        asyncio.run(scenario())
+
+
+def test_metrics(run):
+    async def scenario():
+        async with SamplerStandIn(solve) as sampler, actor_at_work(run, sampler) as orchestrator:
+            orchestrator.offer(train(0), Lease("train", "digits", 99_999, 0, 1, 0, 4))  # a problem that is not there
+            await until(lambda: orchestrator.groups and orchestrator.failed)
+            await asyncio.sleep(1.2)
+
+    asyncio.run(scenario())
+    events, _ = read_events(run.metrics / "actor-0.jsonl")
+    scalars = [event.values for event in events if event.kind == "scalars"]
+    assert sum(values["actor/rollouts_per_s"] for values in scalars) > 0
+    assert scalars[-1]["actor/errors/group_unknown_problem"] == 1
+    assert all(0 <= values["actor/loop_lag_s"] < 5 for values in scalars)
+    assert [event.labels["name"] for event in events if event.kind == "phase"] == ["first rollout request"]

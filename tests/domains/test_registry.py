@@ -1,0 +1,82 @@
+import sys
+
+import pytest
+
+from prl.domains.api import DomainError
+from prl.domains.registry import check_domain, find_domain, load_split
+
+WHOLE = """
+from prl.domains.api import Problem
+def load_problems(options, split, seed):
+    return [Problem({"n": n}) for n in range(options.get("n", 3))] if split == "train" else []
+async def generate_rollout(problem, sampler, context):
+    return None
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "mytasks"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+
+    def write(name, text):
+        (package / f"{name}.py").write_text(text)
+        return f"mytasks.{name}"
+
+    yield write
+    for name in [name for name in sys.modules if name.startswith("mytasks")]:
+        del sys.modules[name]
+
+
+def test_own_domains():
+    for name in ("digits", "gsm8k"):
+        domain = find_domain(name)
+        assert domain.name == name
+        assert domain.check_options is not None
+    assert find_domain("digits").score_group is None
+    assert find_domain("gsm8k").score_group is not None
+
+
+def test_a_module_of_the_users_own(module):
+    domain = find_domain(module("whole", WHOLE))
+    assert len(load_split(domain, {}, "train", 1)) == 3
+    assert load_split(domain, {}, "evaluate", 1) == []
+    check_domain("mytasks.whole", {})
+    with pytest.raises(DomainError, match="no problems to train on"):
+        load_split(domain, {"n": 0}, "train", 1)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "mytasks.absent", "", "a..b", ".digits", "absent.deep.inside"])
+def test_unknown_names(module, name):
+    with pytest.raises(DomainError, match=r"no domain .*digits, gsm8k\)"):
+        find_domain(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = 1", "no function load_problems"),
+        ("def load_problems(options, split, seed): return []", "no function generate_rollout"),
+        (WHOLE.replace("async def", "def"), "generate_rollout must be an `async def`"),
+        (WHOLE + "\ndef score_group(p, r, c): pass", "score_group must be an `async def`"),
+        ("import module_that_is_not_there", "importing mytasks.broken failed: ModuleNotFoundError.*module_that_is_not_there"),
+        ("1 / 0", "importing mytasks.broken failed: ZeroDivisionError"),
+    ],
+)
+def test_incomplete_modules(module, text, words):
+    with pytest.raises(DomainError, match=words):
+        find_domain(module("broken", text))
+
+
+def test_a_package_that_cannot_be_imported_is_not_taken_for_absent(module):
+    module("__init__", "import module_that_is_not_there")
+    with pytest.raises(DomainError, match=r"importing mytasks.whole failed: .*module_that_is_not_there"):
+        find_domain(module("whole", WHOLE))
+
+
+def test_problems_must_be_problems(module):
+    name = module("odd", "def load_problems(o, split, s): return ['x']\nasync def generate_rollout(p, s, c): pass")
+    with pytest.raises(DomainError, match="sequence of Problem"):
+        load_split(find_domain(name), {}, "train", 1)
