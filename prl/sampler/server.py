@@ -88,7 +88,6 @@ def _words(name: str, value: str | float | bool) -> list[str]:
 @asynccontextmanager
 async def serving(arguments: list[str], token: str, update_s: float) -> AsyncIterator[Serving]:
     """Start vLLM's engine and its HTTP server with our guard before every route; both end with the context."""
-    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: F401  # fails early where vLLM is missing
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
     from vllm.entrypoints.launchers.app import build_app

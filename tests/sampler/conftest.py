@@ -181,6 +181,44 @@ class Lab:
         parameters = {"n": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False, **sampling}
         return self.start("POST", "/inference/v1/generate", {"token_ids": prompt, "sampling_params": parameters})
 
+    def stream(self, prompt: list[int], **sampling: Any) -> "Stream":
+        """An answer token by token; returns when the first one is there."""
+        parameters = {"temperature": 1.0, "detokenize": False, "ignore_eos": True, **sampling}
+        body = {"token_ids": prompt, "sampling_params": parameters, "stream": True}
+        begun = threading.Event()
+
+        async def read() -> list[tuple[float, Any]]:
+            chunks = []
+            async with (
+                aiohttp.ClientSession(headers=authorization(self.token)) as session,
+                session.post(self.url + "/inference/v1/generate", json=body) as response,
+            ):
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        chunks.append((time.perf_counter(), json.loads(line[6:])))
+                        begun.set()
+            return chunks
+
+        chunks = self.run(read())
+        assert begun.wait(60), "no token within 60 s"
+        return Stream(chunks)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The chunks of an answer with their times of arrival."""
+
+    chunks: "Future[list[tuple[float, Any]]]"
+
+    @property
+    def times(self) -> list[float]:
+        return [time_s for time_s, _ in self.chunks.result(60)]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The choice of the last chunk: it carries the versions of all tokens."""
+        return self.chunks.result(60)[-1][1]["choices"][0]
+
 
 def free_port() -> int:
     with socket.create_server((HOST, 0)) as probe:

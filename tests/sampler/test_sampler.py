@@ -11,7 +11,6 @@ import torch
 from conftest import EOS, HOST, Lab, Weights, tiny_model, weights_of
 from transformers import DynamicCache, Qwen2ForCausalLM
 
-from prl.control.token import authorization
 from prl.weights.digest import digest
 from prl.weights.plan import to_json
 from prl.weights.transport import spec_of
@@ -148,24 +147,14 @@ def test_an_update_holds_tokens_up_for_less_than_60_ms(lab, models):
     this machine's cores too."""
     lab.update(weights_of(models[0]))
 
-    async def arrivals() -> list[float]:
-        sampling = {"temperature": 1.0, "max_tokens": LONG, "ignore_eos": True, "detokenize": False}
-        body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
-        async with (
-            aiohttp.ClientSession(headers=authorization(lab.token)) as session,
-            session.post(lab.url + "/inference/v1/generate", json=body) as response,
-        ):
-            return [time.perf_counter() async for line in response.content if line.startswith(b"data: {")]
-
-    stream = lab.run(arrivals())
+    stream = lab.stream(PROMPT, max_tokens=LONG)
     pauses, windows = [], []
     for model in models[1:5]:
         report, _ = lab.send(weights_of(model))
         began = time.perf_counter()
         pauses.append(lab.commit(report.digest).body["pause_s"])
         windows.append((began, time.perf_counter()))
-    times = stream.result(60)
-    assert windows[0][0] > times[0], "the stream had not begun"
+    times = stream.times
     around = [
         max(b - a for a, b in itertools.pairwise(times) if b > began and a < ended)
         for began, ended in windows
@@ -196,15 +185,14 @@ def test_two_swapped_tensors_are_refused(lab, models):
 def test_a_live_parameter_that_changes_after_the_copy_is_caught(lab, models):
     lab.update(weights_of(models[0]))
     assert lab.request("POST", "/collective_rpc", {"method": "corrupt_next_commit"}).status == 200
-    in_flight = lab.generate(PROMPT, n=8, max_tokens=LONG, ignore_eos=True)
     report, staged = lab.send(weights_of(models[1]))
     assert staged["digest"] == str(report.digest)  # it arrived well
+    in_flight = lab.stream(PROMPT, max_tokens=LONG)
     refused = lab.commit(report.digest)
     assert refused.status == 409
     assert "the live parameters have digest" in refused.body["error"]
-    choices = in_flight.result(30).body["choices"]
-    assert {choice["finish_reason"] for choice in choices} == {"abort"}  # what they have is of the version before
-    assert {span["version"] for choice in choices for span in choice["weight_versions"] or []} <= {f"0:{lab.step - 1}"}
+    assert in_flight.last["finish_reason"] == "abort"
+    assert {span["version"] for span in in_flight.last["weight_versions"]} == {f"0:{lab.step - 1}"}  # no token of the new one
     assert lab.generate(PROMPT, max_tokens=3).result(30).status == 503
     assert lab.request("GET", "/prl/state").body["closed"] == refused.body["error"]
     lab.update(weights_of(models[1]))
