@@ -21,5 +21,5 @@ def test_options_become_vllm_arguments_and_engine_args_win():
 
 
 def test_without_a_gpu_the_cache_needs_a_size():
-    with pytest.raises(ValueError, match="sample.kv_cache_mib is null"):
+    with pytest.raises(ValueError, match=r"sample\.kv_cache_mib is null"):
         server_arguments("/models/m", "10.0.0.1", 8001, SampleOptions(), gpu=False)
