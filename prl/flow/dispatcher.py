@@ -23,7 +23,8 @@ Calls may be repeated (by a client that lost the answer): a repeated result is t
 **Admission.** Groups in flight and groups trained in steps whose version the samplers do not carry yet may together be no more
 than groups_per_step times
     pipeline:      max_lag + 1
-    conventional:  the steps that are left of the generation (steps_per_generation after its last step's version is committed)
+    conventional:  the steps that are left of the generation (steps_per_generation after its last step's version is committed);
+                   the trainer begins once `generation_sampled`
 and never more than the steps left of the run can use. A group that is sampled by the newest version is thus trained at most
 max_lag steps later, as long as groups are trained in the order in which they were handed out; the preprocessor holds the limit
 for those that are overtaken. Every step is taken to train groups_per_step groups.
@@ -34,7 +35,8 @@ number whose result is still to come: under `order: dispatch` groups below it ar
 
 **Evaluations** are leases of kind "evaluate", no part of stream and ledger, numbered -1, -2, ...; `epoch` is the step
 at which the evaluation fell due, `index` the first held-out problem and `rollouts` how many problems from there on get one
-answer each. They fall due with the versions 0, evaluate_every_steps, 2 * evaluate_every_steps, ... and the last.
+answer each. They fall due with the first version that has reached 0, evaluate_every_steps, 2 * evaluate_every_steps, ..., and
+with the last one.
 """
 
 import zlib
@@ -165,6 +167,11 @@ class Dispatcher:
         """Evaluations that fell due and have no result yet, handed out or not."""
         return len(self._evaluations) + len(self._evaluations_due)
 
+    @property
+    def generation_sampled(self) -> bool:
+        """conventional: whether all that this generation trains on was handed out and has come back."""
+        return self.budget() <= 0 and self.awaited_from == self._next_group
+
     def held_by(self, actor: int) -> list[tuple[int, int, float]]:
         """(group, issue, time of the lease) of the training groups that an actor works on, oldest first."""
         held = [(n, g.issue, g.since_s) for n, g in self._groups.items() if g.status == "leased" and g.actor == actor]
@@ -206,9 +213,10 @@ class Dispatcher:
         if version.lineage > self._trained.lineage:
             self._trained = version
         self._version = version
-        s = self.settings
-        due = s.evaluate_every_steps and (version.step % s.evaluate_every_steps == 0 or version.step == s.steps)
-        if due and version.step > self._evaluated_step:
+        every = self.settings.evaluate_every_steps
+        if every and (
+            version.step // every > self._evaluated_step // every or self._evaluated_step < version.step == self.settings.steps
+        ):
             self._evaluated_step = version.step
             self._evaluations_due.append(version.step)
 

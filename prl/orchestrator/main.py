@@ -79,7 +79,7 @@ class Orchestrator:
                 "children": self._children,
                 "child_ended": self._child_ended,
                 "node_done": self._node_done,
-                "offer_version": lambda member, body: self._updater.offer(body),
+                "offer_version": self._offer_version,
                 "version_sent": lambda member, body: self._updater.sent(body),
                 "staged": lambda member, body: self._updater.staged(body),
             },
@@ -267,6 +267,14 @@ class Orchestrator:
     def _phase(self, name: str) -> None:
         self._metrics.write({}, kind="phase", labels={"name": name})
         self._metrics.flush()
+
+    async def _offer_version(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        """In conventional mode samplers get the first version and those that end a generation."""
+        run, step = self._config.run, int(body["step"])
+        inside = run.mode == "conventional" and step % run.steps_per_generation and step != run.steps
+        if inside and self._updater.current is not None:
+            return {"epoch": int(body["epoch"]), "world_size": 0, "send": False}
+        return await self._updater.offer(body)
 
     def _committed(self, committed: Committed) -> None:
         self._dispatcher.committed(committed.version)

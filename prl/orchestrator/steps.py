@@ -100,11 +100,17 @@ class StepDesk:
 
     async def _next_step(self, member: Member, body: Mapping[str, Any]) -> Answer:
         step = int(body["step"])
-        await self._bell.until(lambda: step in self._entries or self.finishing, LONG_POLL_S)
+        await self._bell.until(lambda: self._may_train(step) or self.finishing, LONG_POLL_S)
         if self.finishing:
             return {"file": None, "stop": True}
-        entry = self._entries.get(step)
+        entry = self._entries.get(step) if self._may_train(step) else None
         return {"file": None if entry is None else entry.file, "stop": False}
+
+    def _may_train(self, step: int) -> bool:
+        """In conventional mode a generation is sampled to its end before its first step begins."""
+        settings = self._dispatcher.settings
+        begins = settings.mode == "conventional" and (step - 1) % settings.steps_per_generation == 0
+        return step in self._entries and (not begins or self._dispatcher.generation_sampled)
 
     async def _trained(self, member: Member, body: Mapping[str, Any]) -> Answer:
         step = int(body["step"])

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import learned, submit
 from transformers import AutoModelForCausalLM
+from whole_runs import learned, submit
 
 from prl.flow.versions import Version
 from prl.streams.ledger import ledger_events, read_ledger

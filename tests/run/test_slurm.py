@@ -1,0 +1,65 @@
+"""Whole runs as heterogeneous jobs of the lab cluster: every node has its own address and host name."""
+
+import json
+import statistics
+import subprocess
+
+import pytest
+from whole_runs import submit
+
+from prl.runfolder.paths import RunFolder
+
+pytestmark = [pytest.mark.slurm, pytest.mark.deadline(600)]
+SHORT = ["--nodes", "3", "--wait", "--set", "run.steps=20", "run.stop_at_reward=null"]
+
+
+def rewards(ended):
+    return [event.values["data/reward_mean"] for event in ended.events("step")]
+
+
+def sacct(job_id):
+    asked = ["sacct", "-j", job_id, "-X", "-P", "-n", "-o", "JobID,State,NNodes"]
+    lines = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    return {job: (state, int(nodes)) for job, state, nodes in (line.split("|") for line in lines)}
+
+
+@pytest.fixture(scope="module")
+def het_run(tmp_path_factory):
+    return submit(tmp_path_factory.mktemp("het") / "run", "configs/quickstart.yaml", *SHORT)
+
+
+def test_a_het_job_learns_and_ends_well(het_run):
+    assert het_run.code == 0, het_run.logs()
+    assert het_run.exit["steps"] == 20
+    assert statistics.mean(rewards(het_run)[-5:]) > 1.15 * statistics.mean(rewards(het_run)[:5])
+
+
+def test_each_component_is_a_job_of_its_own_in_the_accounting(het_run):
+    job = json.loads((het_run.folder.attempt(1) / "submission.json").read_text())
+    assert job["kind"] == "het"
+    states = sacct(job["job_id"])
+    assert states == {f"{job['job_id']}+0": ("COMPLETED", 1), f"{job['job_id']}+1": ("COMPLETED", 2)}
+
+
+def test_the_plan_puts_trainers_and_samplers_on_nodes_of_their_own(het_run):
+    plan = json.loads(RunFolder(het_run.folder.path).plan(1).read_text())
+    addresses = [node["address"] for node in plan["nodes"]]
+    assert len(set(addresses)) == 3
+    places = {(child["role"], child["index"]): child["node"] for child in plan["children"]}
+    assert places["trainer", 0] == places["trainer", 1] == 0
+    assert {places["sampler", 0], places["sampler", 1]} == {1, 2}
+
+
+def test_both_samplers_answered(het_run):
+    replicas = {turn.replica for group in het_run.groups() for rollout in group.rollouts for turn in rollout.turns}
+    assert replicas == {0, 1}
+
+
+def test_conventional_mode_alternates(tmp_path):
+    ended = submit(tmp_path / "run", "configs/quickstart.yaml", *SHORT, "run.mode=conventional", "run.steps_per_generation=4")
+    assert ended.code == 0, ended.logs()
+    assert statistics.mean(rewards(ended)[-5:]) > statistics.mean(rewards(ended)[:5])
+    lags = {event.step: event.values["train/lag_mean"] for event in ended.events("step")}
+    assert lags == {step: (step - 1) % 4 for step in range(1, 21)}  # one version a generation, trained on four times
+    turns = [turn for group in ended.groups() for rollout in group.rollouts for turn in rollout.turns]
+    assert max(len(turn.versions) for turn in turns) == 1
