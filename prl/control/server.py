@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +108,10 @@ class ControlServer:
         except (KeyError, TypeError, ValueError) as error:
             log.exception("call /%s of %s", name, member.name)
             return web.Response(status=400, text=f"/{name} of {member.name}: {error!r}")
+        except Exception as error:  # a fault of the orchestrator (a full filesystem, say) is the run's, not the caller's
+            log.exception("call /%s of %s", name, member.name)
+            self._on_fail(Member("orchestrator", 0), f"/{name} of {member.name}: {error!r}", traceback.format_exc())
+            return web.Response(status=500, text=f"/{name} of {member.name}: {error!r}")
 
     async def _join(self, member: Member, body: Mapping[str, Any]) -> Answer:
         member.pid, member.host, member.facts = int(body["pid"]), str(body["host"]), dict(body["facts"])

@@ -71,9 +71,9 @@ async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, con
     url = await orchestrator.serve(allocation.host.address)
     publish_json(run.orchestrator_url(attempt), {"url": url})
     agent = asyncio.create_task(
-        run_agent(run, attempt, allocation.task, allocation.host.address, url, token, config.control), name="agent"
+        run_agent(run, attempt, allocation.task, allocation.host.address, url, token, config.control), name="node agent"
     )
-    agent.add_done_callback(lambda task: None if task.cancelled() or not task.exception() else orchestrator.agent_failed(task))
+    agent.add_done_callback(orchestrator.part_ended)
     outcome = await orchestrator.lead()
     await asyncio.wait([agent], timeout=config.control.stop_s)
     return outcome

@@ -1,6 +1,7 @@
 """The orchestrator: one attempt of a run from the first join to the last exit, in rank 0's process."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -9,14 +10,13 @@ from typing import Any
 from prl.config.schema import Config
 from prl.control.server import Answer, Bell, ControlServer, Member
 from prl.flow.dispatcher import Evaluation
-from prl.metrics.events import MetricsWriter
-from prl.metrics.tensorboard import TensorBoardSink
 from prl.orchestrator.binding import Plan
+from prl.orchestrator.journal import Journal
 from prl.orchestrator.outcome import Cause, Outcome, conclude
 from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
 from prl.orchestrator.steps import StepDesk
-from prl.orchestrator.stop_rule import StopRule
+from prl.orchestrator.stop_rule import Score, StopRule
 from prl.orchestrator.updates import Committed, Replica, UpdateError, WeightUpdater
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish_json
@@ -24,7 +24,8 @@ from prl.streams.ledger import LedgerWriter
 
 GATHER_CAUSES_S = 1.0  # one death causes others; wait this long before choosing the cause
 FAILED_GRACE_S = 0.5  # children of a failed run get this long before SIGTERM
-TENSORBOARD_S = 5.0
+
+log = logging.getLogger(__name__)
 
 
 class Orchestrator:
@@ -40,7 +41,6 @@ class Orchestrator:
         self._causes: list[Cause] = []
         self._bell = Bell()
         self._stop_rule = StopRule(config.run.stop_at_reward, config.run.stop_after_evaluations, start.evaluations_reached)
-        self._scores: dict[int, list[tuple[float, float]]] = {}  # step -> (problems, mean reward) of each domain
         self._checkpointed = False
         self._nodes_done: set[int] = set()
         self._done_words = f"all {config.run.steps} steps trained"
@@ -86,13 +86,12 @@ class Orchestrator:
             on_join=self._joined,
             on_fail=self._failed,
         )
-        self._tensorboard = TensorBoardSink(run.metrics, run.tensorboard, plan.attempt) if config.metrics.tensorboard else None
-        self._metrics = MetricsWriter(run.metrics, "orchestrator", 0, plan.attempt, flush_s=config.metrics.flush_s)
+        self._journal = Journal(run, plan.attempt, config.metrics)
 
     async def serve(self, host: str) -> str:
         """Open the control plane and say where it is."""
         url = await self._server.start(host)
-        self._phase("starting")
+        self._journal.phase("starting")
         return url
 
     def cancel(self, words: str) -> None:
@@ -102,18 +101,20 @@ class Orchestrator:
     async def lead(self) -> Outcome:
         """Through all phases to the end; returns once all nodes have ended their children, or their time is up."""
         background = [
-            asyncio.create_task(self._watch_silence(), name="silence"),
-            asyncio.create_task(self._sink(), name="tensorboard"),
+            asyncio.create_task(self._watch_silence(), name="the watch over silent processes"),
+            asyncio.create_task(self._journal.feed_tensorboard(), name="TensorBoard's sink"),
         ]
+        for task in background:
+            task.add_done_callback(self.part_ended)
         try:
             await self._through_phases()
-        finally:
-            for task in background:
-                task.cancel()
-            results = await asyncio.gather(*background, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                self._causes.append(Cause(f"orchestrator: {result!r}", "orchestrator", weight=4))
+        except Exception as error:
+            log.exception("orchestrator")
+            self._end_with(Cause(f"orchestrator: {type(error).__name__}: {error}", "orchestrator", weight=2))
+        await self._end()
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)  # an exception of theirs is a cause already
         outcome = conclude(self._causes, self._done_words, self._steps.trained, self._started)
         await self._close(outcome)
         return outcome
@@ -126,16 +127,15 @@ class Orchestrator:
             self._updater.set_replicas([Replica(m.index, m.facts["url"], int(m.facts.get("workers", 1))) for m in samplers])
             self._set_problems()
             await self._record(self._start.reissued)
-            self._phase("seeding")
+            self._journal.phase("seeding")
             deadline_s = self._config.weights.group_s + self._config.weights.update_s
             if await self._wait(
                 lambda: self._updater.current is not None, deadline_s, lambda: "the first version at all samplers"
             ):
-                self._phase("running")
+                self._journal.phase("running")
                 self._rollouts.open = True
                 self._bell.ring()
                 await self._run_steps()
-        await self._end()
 
     async def _run_steps(self) -> None:
         """Until the trainer has finished; a step has to end within the deadline of a wait."""
@@ -143,7 +143,7 @@ class Orchestrator:
         while not self._checkpointed and not self._causes:
             awaited = self._steps.trained + 1
             await self._wait(partial(self._has_trained, awaited), wait_s, self._waiting_for)
-        self._phase("finishing")
+        self._journal.phase("finishing")
         if not self._causes and self._dispatcher.evaluations_pending:
             await self._wait(lambda: not self._dispatcher.evaluations_pending, wait_s, lambda: "the last evaluation")
 
@@ -154,7 +154,7 @@ class Orchestrator:
         """Tell everyone to stop; failed runs end at once, good ones give their children time."""
         if self._causes:
             await asyncio.sleep(GATHER_CAUSES_S)
-        self._phase("stopping")
+        self._journal.phase("stopping")
         self._rollouts.ended = True
         self._server.stopping = True
         self._server.grace_s = FAILED_GRACE_S if self._causes else self._config.control.stop_s
@@ -171,9 +171,7 @@ class Orchestrator:
     async def _close(self, outcome: Outcome) -> None:
         await self._updater.close()
         self._ledger.close()
-        self._metrics.close()
-        if self._tensorboard is not None:
-            await asyncio.to_thread(self._tensorboard.close)
+        await self._journal.close()
         await self._server.close()
         outcome.write(self._run.exit(self._plan.attempt))
 
@@ -187,9 +185,10 @@ class Orchestrator:
     def _failed(self, member: Member, error: str, trace: str) -> None:
         self._end_with(Cause(f"{member.name}: {error}", member.role, weight=2, detail=trace))
 
-    def agent_failed(self, task: "asyncio.Task[None]") -> None:
-        """The node agent beside the orchestrator ended with an error."""
-        self._end_with(Cause(f"node agent: {task.exception()!r}", "agent", weight=2))
+    def part_ended(self, task: "asyncio.Task[None]") -> None:
+        """Called back when a task of this process has ended: an error of it ends the run."""
+        if not task.cancelled() and task.exception() is not None:
+            self._end_with(Cause(f"orchestrator, {task.get_name()}: {task.exception()!r}", "orchestrator", weight=2))
 
     def _update_failed(self, error: UpdateError) -> None:
         self._end_with(Cause(str(error), "sampler", weight=2))
@@ -264,10 +263,6 @@ class Orchestrator:
 
     # Progress
 
-    def _phase(self, name: str) -> None:
-        self._metrics.write({}, kind="phase", labels={"name": name})
-        self._metrics.flush()
-
     async def _offer_version(self, member: Member, body: Mapping[str, Any]) -> Answer:
         """In conventional mode samplers get the first version and those that end a generation."""
         run, step = self._config.run, int(body["step"])
@@ -278,33 +273,19 @@ class Orchestrator:
 
     def _committed(self, committed: Committed) -> None:
         self._dispatcher.committed(committed.version)
-        self._metrics.write(committed.values, step=committed.version.step, kind="weights")
+        self._journal.committed(committed)
         self._bell.ring()
 
     def _trained(self, step: int, train: Mapping[str, float], data: Mapping[str, float]) -> bool:
         """Note a trained step; whether it was the last."""
-        values = {**train, **{f"data/{name}": value for name, value in data.items()}}
-        if self._updater.current is not None:
-            values.update(self._updater.current.values)
-        self._metrics.write(values, step=step, kind="step")
+        self._journal.trained(step, train, data, self._updater.current)
         return step >= self._config.run.steps
 
     def _evaluated(self, evaluation: Evaluation, body: Mapping[str, Any]) -> None:
-        names = ("reward_mean", "reward_std", "problems", "output_tokens")
-        values = {f"eval/{name}": float(body[name]) for name in names if name in body}
-        labels = {
-            "domain": evaluation.domain,
-            "version_start": str(body.get("version_start")),
-            "version_end": str(body.get("version_end")),
-        }
-        self._metrics.write(values, step=evaluation.step, kind="evaluation", labels=labels)
-        self._scores.setdefault(evaluation.step, []).append((float(body["problems"]), float(body["reward_mean"])))
-        if self._dispatcher.evaluations_pending:
-            return  # of other domains: a step's reward is that of all of them
-        for _, scores in sorted(self._scores.items()):
-            problems = sum(count for count, _ in scores)
-            self._stop_rule = self._stop_rule.after(sum(count * mean for count, mean in scores) / problems)
-        self._scores.clear()
+        self._journal.evaluated(evaluation, body)
+        self._stop_rule = self._stop_rule.scored(Score(evaluation.step, int(body["problems"]), float(body["reward_mean"])))
+        if not self._dispatcher.evaluations_pending:
+            self._stop_rule = self._stop_rule.closed()
         if self._stop_rule.fulfilled and not self._steps.finishing:
             rule = self._stop_rule
             self._done_words = f"held-out reward reached {rule.reward} in {rule.needed} evaluations in a row"
@@ -332,15 +313,6 @@ class Orchestrator:
             "export": export,
         }
         publish_json(self._run.checkpoint(step) / "manifest.json", manifest)
-        self._metrics.write({}, step=step, kind="checkpoint")
+        self._journal.checkpointed(step)
         if export is not None:
             self._checkpointed = True
-
-    async def _sink(self) -> None:
-        while self._tensorboard is not None:
-            await asyncio.sleep(TENSORBOARD_S)
-            await asyncio.to_thread(self._update_tensorboard)
-
-    def _update_tensorboard(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.update()

@@ -1,18 +1,38 @@
 """When a run has learned enough."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Score:
+    """One domain's part of a step's evaluation."""
+
+    step: int
+    problems: int
+    reward_mean: float
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """Evaluations in a row that reached the wanted reward; pure, so that a resumed run goes on counting."""
+    """Evaluations in a row that reached the wanted reward; pure, so that a resumed run goes on counting. A step's reward is the
+    mean over the problems of all domains, so scores wait in `open` until every domain of the step has given its own."""
 
     reward: float | None
     needed: int
     reached: int = 0
+    open: tuple[Score, ...] = ()
 
-    def after(self, reward: float) -> "StopRule":
-        return StopRule(self.reward, self.needed, self.reached + 1 if self.reward is not None and reward >= self.reward else 0)
+    def scored(self, score: Score) -> "StopRule":
+        return replace(self, open=(*self.open, score))
+
+    def closed(self) -> "StopRule":
+        """All domains of the open steps have been heard."""
+        reached = self.reached
+        for step in sorted({score.step for score in self.open}):
+            scores = [score for score in self.open if score.step == step]
+            mean = sum(s.problems * s.reward_mean for s in scores) / sum(s.problems for s in scores)
+            reached = reached + 1 if self.reward is not None and mean >= self.reward else 0
+        return replace(self, reached=reached, open=())
 
     @property
     def fulfilled(self) -> bool:

@@ -60,7 +60,7 @@ def test_overrides_come_last(tmp_path):
         ("cluster: {sbatch: {mem: [1]}}", "cluster.sbatch.mem: expected"),
         ("[1, 2]", "expected sections such as run: and model:, found a list"),
         ("run: {steps: [", "config.yaml"),
-        ("run: {steps: \"${nothing}\"}", "nothing"),
+        ('run: {steps: "${nothing}"}', "nothing"),
     ],
 )
 def test_bad_input_names_the_key(tmp_path, text, expected):

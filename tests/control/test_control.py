@@ -77,6 +77,22 @@ def test_malformed_calls_get_an_answer_that_says_what_is_wrong():
     asyncio.run(main())
 
 
+def test_a_fault_of_the_orchestrator_itself_fails_the_run_and_not_only_the_call():
+    async def main():
+        async def full(member, body):
+            raise OSError(28, "No space left on device")
+
+        server, url, events = await started({"lease": full})
+        async with ControlClient(url, TOKEN, "actor", 0, OPTIONS) as client:
+            with pytest.raises(ControlError, match="500 .*No space left"):
+                await client.call("lease", {}, deadline_s=5, reason="test")
+        assert [name for name, _ in events.failed] == ["orchestrator 0"]
+        assert "No space left on device" in events.failed[0][1]
+        await server.close()
+
+    asyncio.run(main())
+
+
 def test_join_heartbeats_and_stop():
     async def main():
         server, url, events = await started()
