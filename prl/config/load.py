@@ -27,11 +27,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         if not isinstance(loaded, DictConfig):
             raise ConfigError(f"{path}: expected sections such as run: and model:, found a list")
         for override in overrides:
-            key, equals, _ = override.partition("=")
-            if not equals or not key:
-                raise ConfigError(f"override {override!r}: write key=value, e.g. run.steps=10")
-        tree = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
-        plain = OmegaConf.to_container(tree, resolve=True)
+            _apply(loaded, override)
+        plain = OmegaConf.to_container(loaded, resolve=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; the configs that come with prl are in configs/") from None
     except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
@@ -43,6 +40,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     assert isinstance(config, Config)
     return config
+
+
+def _apply(tree: DictConfig, override: str) -> None:
+    """Set one key; entries of lists go by their number: domains.0.weight=2."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: write key=value, e.g. run.steps=10 or domains.0.weight=2")
+    try:
+        OmegaConf.update(tree, key, OmegaConf.from_dotlist([f"value={text}"])["value"], force_add=True)
+    except (OmegaConfBaseException, YAMLError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"override {override!r}: {error}") from error
 
 
 def dump(config: Config) -> str:

@@ -69,6 +69,19 @@ def test_bad_input_names_the_key(tmp_path, text, expected):
     assert expected in str(caught.value)
 
 
+def test_overrides_reach_into_lists(tmp_path):
+    config = load(written(tmp_path, GOOD), ["domains.0.weight=3", "domains.0.options.sizes=[4,5]", "domains.0.options.limit=7"])
+    assert config.domains[0].weight == 3.0
+    assert config.domains[0].options == {"sizes": [4, 5], "note": "hello", "limit": 7}
+
+
+@pytest.mark.parametrize("override", ["domains.7.weight=1", "domains.first.weight=1", "=1", "run.steps=[1"])
+def test_overrides_that_do_not_fit_are_named(tmp_path, override):
+    with pytest.raises(ConfigError) as caught:
+        load(written(tmp_path, GOOD), [override])
+    assert override in str(caught.value)
+
+
 def test_all_problems_come_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(written(tmp_path, "run: {stepz: 1, seed: x}\ntrain: {lr: 1}"))

@@ -1,0 +1,36 @@
+"""A real pretrained model on real questions: two optimizer steps of SmolLM2-135M on GSM8K."""
+
+import subprocess
+import sys
+
+import pytest
+from whole_runs import ROOT, submit
+
+QUESTIONS = ROOT.parent / "shared" / "data" / "gsm8k_train.parquet"
+
+pytestmark = [pytest.mark.slow, pytest.mark.deadline(1500)]
+
+
+@pytest.mark.skipif(not QUESTIONS.exists(), reason="no GSM8K questions beside the checkout (../shared/data)")
+def test_two_steps_on_gsm8k(tmp_path):
+    fetched = subprocess.run(
+        [sys.executable, "tools/fetch_smollm2.py"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert fetched.returncode == 0, fetched.stdout + fetched.stderr
+    ended = submit(
+        tmp_path / "run",
+        "configs/smollm2_gsm8k_cpu.yaml",
+        "--set",
+        f"domains.0.options.paths=[{QUESTIONS}]",
+        deadline_s=1200,
+    )
+    assert ended.code == 0, ended.logs()
+    assert [event.step for event in ended.events("step")] == [1, 2]
+    groups = ended.groups()
+    assert len(groups) >= 4
+    turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
+    assert min(len(turn.prompt_ids) for turn in turns) > 20
+    assert max(len(turn.output_ids) for turn in turns) > 10
+    mismatch = [event.values["train/mismatch_mean"] for event in ended.events("step")]
+    assert mismatch[0] < 1e-4  # step 1 trains on version 0: the trainer's log-probs are the sampler's, in float32
+    assert (ended.folder.export / "model.safetensors").stat().st_size > 2.5e8
