@@ -84,7 +84,7 @@ def test_a_fault_of_the_orchestrator_itself_fails_the_run_and_not_only_the_call(
 
         server, url, events = await started({"lease": full})
         async with ControlClient(url, TOKEN, "actor", 0, OPTIONS) as client:
-            with pytest.raises(ControlError, match="500 .*No space left"):
+            with pytest.raises(ControlError, match=r"500 .*No space left"):
                 await client.call("lease", {}, deadline_s=5, reason="test")
         assert [name for name, _ in events.failed] == ["orchestrator 0"]
         assert "No space left on device" in events.failed[0][1]
