@@ -66,7 +66,7 @@ def run_child(main: Callable[[Child, ControlClient], Awaitable[None]]) -> NoRetu
                 return 0
             except Exception as error:
                 traceback.print_exc()
-                await _report(client, error)
+                await report_failure(client, error)
                 return 1
 
     sys.exit(asyncio.run(guarded()))
@@ -96,7 +96,8 @@ def _failure(error: Exception) -> dict[str, str]:
     return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
 
-async def _report(client: ControlClient, error: Exception) -> None:
+async def report_failure(client: ControlClient, error: Exception) -> None:
+    """Tell the orchestrator what ends this process; where it cannot be reached, say so here."""
     try:
         await client.call("fail", _failure(error), deadline_s=5.0, reason="reporting a failure")
     except ControlError as unreachable:

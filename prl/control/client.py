@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+import uuid
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -58,12 +59,13 @@ class ControlClient:
         self._doing = doing
 
     async def call(self, name: str, body: Mapping[str, Any], *, deadline_s: float, reason: str) -> dict[str, Any]:
-        """POST /<name>. A refused or broken connection is tried again until the deadline (calls are idempotent); an answer
-        other than 200 raises ControlError at once with the orchestrator's words."""
+        """POST /<name>. A refused or broken connection is tried again until the deadline; all tries carry one number, by which
+        the orchestrator knows a call whose answer was lost. An answer other than 200 raises ControlError at once with the
+        orchestrator's words."""
         if self._session is None:
             raise ControlError(f"{self.role} {self.index}: the control client is not open")
         end = time.monotonic() + deadline_s
-        full = {"role": self.role, "index": self.index, **body}
+        full = {"role": self.role, "index": self.index, "call": uuid.uuid4().hex, **body}
         pause_s = 0.05
         while True:
             left_s = end - time.monotonic()

@@ -5,6 +5,8 @@ import json
 import logging
 import time
 import traceback
+import uuid
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,7 @@ RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Handler = Callable[["Member", Mapping[str, Any]], Awaitable[Answer]]
 
 MAX_BODY_BYTES = 64 * 2**20
+REMEMBERED_CALLS = 256  # of each member; more than it has open at once
 log = logging.getLogger(__name__)
 
 
@@ -34,6 +37,8 @@ class Member:
     progress: int = 0
     doing: str = "starting"
     seen_s: float = 0.0  # clock of the server
+
+    calls: "OrderedDict[str, asyncio.Task[web.Response]]" = field(default_factory=OrderedDict)  # the latest, by number
 
     @property
     def name(self) -> str:
@@ -103,6 +108,17 @@ class ControlServer:
             return web.Response(status=400, text=f"/{name}: expected a JSON object with role and index: {error!r}")
         member = self.members.setdefault((role, index), Member(role, index))
         member.seen_s = self._clock()
+        number = str(body.get("call") or uuid.uuid4().hex)
+        if number not in member.calls:  # else the answer to an earlier try was lost: it is given again
+            member.calls[number] = asyncio.create_task(
+                self._answer(name, handler, member, body), name=f"/{name} of {member.name}"
+            )
+            while len(member.calls) > REMEMBERED_CALLS:
+                member.calls.popitem(last=False)
+        response = await asyncio.shield(member.calls[number])
+        return web.Response(status=response.status, text=response.text, content_type=response.content_type)
+
+    async def _answer(self, name: str, handler: Handler, member: Member, body: Mapping[str, Any]) -> web.Response:
         try:
             return web.json_response(await handler(member, body))
         except (KeyError, TypeError, ValueError) as error:

@@ -38,7 +38,7 @@ def run_node(run_folder: str) -> None:
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     if allocation.first:
         outcome = _lead(run, attempt, allocation)
-        print(f"prl: {outcome.outcome}: {outcome.cause}", file=sys.stderr, flush=True)
+        print(f"{outcome.detail}prl: {outcome.outcome}: {outcome.cause}", file=sys.stderr, flush=True)
         if outcome.outcome != DONE:
             raise RunFailed(outcome.cause)
     else:
@@ -53,7 +53,16 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
         return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config)))
     except Exception as error:
         traceback.print_exc()
-        outcome = Outcome(FAILED, f"orchestrator: {type(error).__name__}: {error}", "orchestrator", 1, 0, started, time.time())
+        outcome = Outcome(
+            FAILED,
+            f"orchestrator: {type(error).__name__}: {error}",
+            "orchestrator",
+            1,
+            traceback.format_exc(),
+            0,
+            started,
+            time.time(),
+        )
         outcome.write(run.exit(attempt))
         return outcome
 

@@ -25,7 +25,8 @@ class Journal:
         self._metrics.flush()
 
     def committed(self, committed: Committed) -> None:
-        self._metrics.write(committed.values, step=committed.version.step, kind=names.WEIGHTS)
+        labels = {"version": str(committed.version), "digest": committed.digest}
+        self._metrics.write(committed.values, step=committed.version.step, kind=names.WEIGHTS, labels=labels)
 
     def trained(self, step: int, train: Mapping[str, float], data: Mapping[str, float], latest: Committed | None) -> None:
         """A step's line: the trainer's values, the preprocessor's under data/, those of the last version that was committed."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from prl.control.server import Answer, Bell, ControlServer, Member
 from prl.flow.dispatcher import Evaluation
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.journal import Journal
-from prl.orchestrator.outcome import Cause, Outcome, conclude
+from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, Outcome, conclude
 from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
 from prl.orchestrator.steps import StepDesk
@@ -96,7 +97,7 @@ class Orchestrator:
 
     def cancel(self, words: str) -> None:
         """Somebody wants the run to end now."""
-        self._end_with(Cause(words, None, weight=0))
+        self._end_with(Cause(words, None, CANCEL))
 
     async def lead(self) -> Outcome:
         """Through all phases to the end; returns once all nodes have ended their children, or their time is up."""
@@ -110,7 +111,9 @@ class Orchestrator:
             await self._through_phases()
         except Exception as error:
             log.exception("orchestrator")
-            self._end_with(Cause(f"orchestrator: {type(error).__name__}: {error}", "orchestrator", weight=2))
+            self._end_with(
+                Cause(f"orchestrator: {type(error).__name__}: {error}", "orchestrator", REPORTED, traceback.format_exc())
+            )
         await self._end()
         for task in background:
             task.cancel()
@@ -163,17 +166,17 @@ class Orchestrator:
         left_s = self._server.grace_s + 10.0
         if not await self._bell.until(lambda: joined <= self._nodes_done, left_s):
             self._causes.append(
-                Cause(f"nodes {sorted(joined - self._nodes_done)} did not end within {left_s:.0f} s", "agent", 4)
+                Cause(f"nodes {sorted(joined - self._nodes_done)} did not end within {left_s:.0f} s", "agent", ENDED)
             )
         if not self._causes:
             await self._record(self._dispatcher.close("run ended"))
 
     async def _close(self, outcome: Outcome) -> None:
+        outcome.write(self._run.exit(self._plan.attempt))  # first: whatever fails below must not hide it
         await self._updater.close()
         self._ledger.close()
         await self._journal.close()
         await self._server.close()
-        outcome.write(self._run.exit(self._plan.attempt))
 
     # What ends a run
 
@@ -183,22 +186,22 @@ class Orchestrator:
             self._bell.ring()
 
     def _failed(self, member: Member, error: str, trace: str) -> None:
-        self._end_with(Cause(f"{member.name}: {error}", member.role, weight=2, detail=trace))
+        self._end_with(Cause(f"{member.name}: {error}", member.role, AGENT if member.role == "agent" else REPORTED, trace))
 
     def part_ended(self, task: "asyncio.Task[None]") -> None:
         """Called back when a task of this process has ended: an error of it ends the run."""
         if not task.cancelled() and task.exception() is not None:
-            self._end_with(Cause(f"orchestrator, {task.get_name()}: {task.exception()!r}", "orchestrator", weight=2))
+            self._end_with(Cause(f"orchestrator, {task.get_name()}: {task.exception()!r}", "orchestrator", REPORTED))
 
     def _update_failed(self, error: UpdateError) -> None:
-        self._end_with(Cause(str(error), "sampler", weight=2))
+        self._end_with(Cause(str(error), "sampler", REPORTED))
 
     async def _child_ended(self, member: Member, body: Mapping[str, Any]) -> Answer:
         code, child = int(body["code"]), str(body["child"])
         if code == 0 and self._checkpointed and child.startswith("trainer"):
             return {}
-        weight = 1 if code < 0 else 3
-        self._end_with(Cause(f"{body['words']}; the end of {body['log']}:\n{body['tail']}", child.split()[0], weight))
+        rank = KILLED if code < 0 else ENDED
+        self._end_with(Cause(f"{body['words']}; the end of {body['log']}:\n{body['tail']}", child.split()[0], rank))
         return {}
 
     async def _watch_silence(self) -> None:
@@ -210,7 +213,7 @@ class Orchestrator:
                 gone = member.role == "trainer" and self._checkpointed
                 if not gone:
                     words = f"{member.name} on {member.host} was silent for {control.lost_after_s:.0f} s; it was {member.doing}"
-                    self._end_with(Cause(words, member.role, weight=3))
+                    self._end_with(Cause(words, member.role, ENDED))
             if self._run.stop.exists() and not self._steps.finishing:
                 self._done_words = f"asked to stop by {self._run.stop}"
                 self._finish()
@@ -218,7 +221,7 @@ class Orchestrator:
     async def _wait(self, condition: Any, timeout_s: float, waited_for: Any) -> bool:
         """Until the condition holds (True) or the run has a cause to end (False); a wait without end is such a cause."""
         if not await self._bell.until(lambda: bool(self._causes) or condition(), timeout_s):
-            self._end_with(Cause(f"waited {timeout_s:.0f} s for {waited_for()}", None, weight=3))
+            self._end_with(Cause(f"waited {timeout_s:.0f} s for {waited_for()}", None, ENDED))
         return not self._causes
 
     # Joins

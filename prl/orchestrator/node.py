@@ -3,12 +3,13 @@
 import asyncio
 import time
 
+from prl.control.child import report_failure
 from prl.control.client import ControlClient
 from prl.control.options import ControlOptions
 from prl.control.ports import free_port
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
-from prl.metrics.usage import usage_of
+from prl.metrics.usage import own_usage, usage_of
 from prl.orchestrator.children import ChildPlan, RunningChild, end_child, how_it_ended, log_tail, start_child
 from prl.runfolder.paths import RunFolder
 
@@ -32,6 +33,9 @@ async def run_agent(
                 common = _environment(run, attempt, plan, address, control_url)
                 children.append(await start_child(plan, common, run.logs(attempt)))
             await _watch(client, children, options, metrics)
+        except Exception as error:
+            await report_failure(client, error)
+            raise
         finally:
             _write_usage(metrics, children)
             await asyncio.gather(*(end_child(child, KILL_AFTER_S) for child in children))
@@ -91,6 +95,8 @@ async def _report(client: ControlClient, child: RunningChild) -> None:
 
 
 def _write_usage(metrics: MetricsWriter, children: list[RunningChild]) -> None:
-    """What every living child and all its descendants have used so far."""
-    for plan, usage in usage_of({child.plan.name: child.process.pid for child in children}).items():
-        metrics.write(usage.values(), kind=names.USAGE, labels={"process": plan, "role": plan.split()[0]})
+    """What every living child with all its descendants, and this process itself (on rank 0 with the orchestrator), have used
+    so far."""
+    usages = {**usage_of({child.plan.name: child.process.pid for child in children}), "agent": own_usage()}
+    for process, usage in usages.items():
+        metrics.write(usage.values(), kind=names.USAGE, labels={"process": process, "role": process.split()[0]})

@@ -12,13 +12,19 @@ EXIT_CODES = {DONE: 0, FAILED: 1, CANCELLED: 130}
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that ends a run. `weight` orders causes that arrive together: a killed process before an error that a
-    process reports of itself, that before a process that only ended."""
+    """Something that ends a run. `rank` orders causes that arrive together: the lowest explains the others."""
 
     words: str
     role: str | None
-    weight: int = 1
-    detail: str = ""
+    rank: int
+    detail: str = ""  # a traceback
+
+
+AGENT = 0  # a node agent reports its own fault, after which the batch system ends everything
+CANCEL = 1  # somebody asked for the end; children that get the signal too die of it
+KILLED = 2  # a child was ended by a signal
+REPORTED = 3  # a process reports an error of its own, which may be the death of another
+ENDED = 4  # a child ended without a word, a process fell silent, a wait ran out
 
 
 class RunFailed(Exception):
@@ -31,6 +37,7 @@ class Outcome:
     cause: str
     role: str | None
     code: int
+    detail: str
     steps: int
     started: float
     ended: float
@@ -42,7 +49,7 @@ class Outcome:
 def conclude(causes: list[Cause], done: str, steps: int, started: float) -> Outcome:
     """The outcome of an attempt from what went wrong, or `done` where nothing did."""
     if not causes:
-        return Outcome(DONE, done, None, 0, steps, started, time.time())
-    first = min(causes, key=lambda cause: cause.weight)
-    outcome = CANCELLED if first.weight == 0 else FAILED
-    return Outcome(outcome, first.words, first.role, EXIT_CODES[outcome], steps, started, time.time())
+        return Outcome(DONE, done, None, 0, "", steps, started, time.time())
+    first = min(causes, key=lambda cause: cause.rank)
+    outcome = CANCELLED if first.rank == CANCEL else FAILED
+    return Outcome(outcome, first.words, first.role, EXIT_CODES[outcome], first.detail, steps, started, time.time())

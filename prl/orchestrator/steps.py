@@ -39,7 +39,6 @@ class StepDesk:
         on_checkpoint: Callable[[int, str | None], Awaitable[None]],
     ) -> None:
         self.trained = trained
-        self._announced: Mapping[str, Any] = {}  # the last step file
         self.finishing = False  # the trainer saves, exports and ends
         self._dispatcher = dispatcher
         self._rollouts = rollouts
@@ -88,11 +87,8 @@ class StepDesk:
     async def _step_file(self, member: Member, body: Mapping[str, Any]) -> Answer:
         step = int(body["step"])
         file = {key: body[key] for key in ("step", "path", "bytes", "checksum")}
-        if step < self.next_step and self._announced == file:
-            return {}  # the answer to the first announcement was lost
         if step != self.next_step:
             raise ValueError(f"step file {step} announced, step {self.next_step} expected")
-        self._announced = file
         await self._rollouts.discard(body["discarded"])
         self._entries[step] = StepEntry(file, from_rows(body["trained"]), dict(body["metrics"]))
         self._bell.ring()
@@ -114,14 +110,13 @@ class StepDesk:
 
     async def _trained(self, member: Member, body: Mapping[str, Any]) -> Answer:
         step = int(body["step"])
-        if step != self.trained:  # else the answer to the first report was lost
-            if step != self.trained + 1 or step not in self._entries:
-                raise ValueError(f"step {step} reported as trained, step {self.trained + 1} expected")
-            self.trained = step
-            entry = self._entries.pop(step)
-            await self._record(self._dispatcher.trained(step, entry.trained))
-            self.finishing = self._on_trained(step, body["metrics"], entry.metrics) or self.finishing
-            self._bell.ring()
+        if step != self.trained + 1 or step not in self._entries:
+            raise ValueError(f"step {step} reported as trained, step {self.trained + 1} expected")
+        self.trained = step
+        entry = self._entries.pop(step)
+        await self._record(self._dispatcher.trained(step, entry.trained))
+        self.finishing = self._on_trained(step, body["metrics"], entry.metrics) or self.finishing
+        self._bell.ring()
         return {"stop": self.finishing, "save": self._save_now(step)}
 
     async def _checkpoint(self, member: Member, body: Mapping[str, Any]) -> Answer:

@@ -173,7 +173,8 @@ class WeightUpdater:
             answers = await self._all("commit", [commit] * len(self._replicas), self._options.update_s)
             now = time.monotonic()
             values = {
-                "weights/pause_s": max((float(answer["pause_s"]) for answer in answers), default=0.0),
+                "weights/pause_s": max(float(answer["pause_s"]) for answer in answers),
+                "weights/gap_s": max(float(answer.get("gap_s", answer["pause_s"])) for answer in answers),
                 "weights/receive_s": update.receive_s,
                 "weights/send_s": update.send_s,
                 "weights/commit_s": now - began,

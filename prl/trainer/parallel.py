@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -9,15 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 
 from prl.trainer import device
 
 
 def start_groups(tensor_parallel_size: int, *, timeout_s: float) -> None:
-    """Join the trainer's group (its address comes from the environment, as torchrun sets it) and split it for Megatron:
-    neighbouring ranks are tensor-parallel, the rest is data parallelism. No collective waits longer than `timeout_s`."""
+    """Join the trainer's group (rank, size and address come from the environment, as torchrun sets them) and split it for
+    Megatron: neighbouring ranks are tensor-parallel, the rest is data parallelism. No collective waits longer than
+    `timeout_s`."""
     if not dist.is_initialized():
-        dist.init_process_group(device.backend(), timeout=timedelta(seconds=timeout_s))
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, timeout_s)
+        dist.init_process_group(device.backend(), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     ranks = dist.get_world_size()
     if ranks % tensor_parallel_size:
         raise ValueError(f"{ranks} trainer ranks cannot be split into tensor-parallel groups of {tensor_parallel_size}")
@@ -25,6 +31,15 @@ def start_groups(tensor_parallel_size: int, *, timeout_s: float) -> None:
         tensor_model_parallel_size=tensor_parallel_size, distributed_timeout_minutes=math.ceil(timeout_s / 60)
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)  # Megatron asks for one; nothing is drawn from it
+
+
+def _store(address: str, port: int, rank: int, timeout_s: float) -> TCPStore:
+    """The rendezvous; rank 0 hosts it, on the one address that the others are told and on no other."""
+    timeout = timedelta(seconds=timeout_s)
+    if rank != 0:
+        return TCPStore(address, port, is_master=False, timeout=timeout)
+    listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach())
 
 
 def stop_groups() -> None:

@@ -77,6 +77,35 @@ def test_malformed_calls_get_an_answer_that_says_what_is_wrong():
     asyncio.run(main())
 
 
+def test_a_call_tried_again_is_carried_out_once_and_answered_alike():
+    async def main():
+        done = []
+
+        async def lease(member, body):
+            done.append(body["groups"])
+            await asyncio.sleep(0.1)
+            return {"leases": len(done)}
+
+        server, url, _ = await started({"lease": lease})
+        call = {"role": "actor", "index": 0, "groups": 3, "call": "one"}
+        async with aiohttp.ClientSession(headers=authorization(TOKEN)) as session:
+
+            async def post(body, timeout_s=5.0):
+                async with session.post(f"{url}/lease", json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+                    return await response.json()
+
+            with pytest.raises(TimeoutError):
+                await post(call, timeout_s=0.02)  # the answer is lost while the call is carried out
+            assert await post(call) == {"leases": 1}
+            assert await post(call) == {"leases": 1}
+            assert await post({**call, "index": 1}) == {"leases": 2}  # another member's numbers are its own
+            assert await post({**call, "call": "two"}) == {"leases": 3}
+        assert done == [3, 3, 3]
+        await server.close()
+
+    asyncio.run(main())
+
+
 def test_a_fault_of_the_orchestrator_itself_fails_the_run_and_not_only_the_call():
     async def main():
         async def full(member, body):

@@ -1,0 +1,34 @@
+"""Which of several causes is the cause."""
+
+import json
+import time
+
+import pytest
+
+from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, conclude
+
+LOST_PEER = Cause("trainer 0: connection reset by peer", "trainer", REPORTED)
+DEATH = Cause("trainer 1 was ended by SIGKILL", "trainer", KILLED)
+SILENCE = Cause("sampler 0 was silent", "sampler", ENDED)
+TERM = Cause("cancelled by SIGTERM", None, CANCEL)
+NO_START = Cause("agent 2: no such interpreter", "agent", AGENT, "Traceback ...")
+
+
+@pytest.mark.parametrize(
+    ("causes", "cause", "outcome", "code"),
+    [
+        ([], "all steps trained", "done", 0),
+        ([LOST_PEER, DEATH, SILENCE], DEATH.words, "failed", 1),  # the death explains the error that came first
+        ([SILENCE, LOST_PEER], LOST_PEER.words, "failed", 1),
+        ([DEATH, TERM], TERM.words, "cancelled", 130),  # who cancels also kills the children
+        ([TERM, NO_START], NO_START.words, "failed", 1),  # the batch system ends all after an agent's fault
+        ([SILENCE, Cause("actor 0 was silent", "actor", ENDED)], SILENCE.words, "failed", 1),  # else the first
+    ],
+)
+def test_the_cause_that_explains_the_others_wins(tmp_path, causes, cause, outcome, code):
+    ended = conclude(causes, "all steps trained", 7, time.time())
+    assert (ended.cause, ended.outcome, ended.code, ended.steps) == (cause, outcome, code, 7)
+    ended.write(tmp_path / "exit.json")
+    written = json.loads((tmp_path / "exit.json").read_text())
+    assert written["cause"] == cause
+    assert written["detail"] == ("Traceback ..." if cause == NO_START.words else "")

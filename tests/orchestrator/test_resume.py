@@ -1,0 +1,143 @@
+"""Where an attempt starts, from real ledgers, step files and manifests; no process runs."""
+
+import dataclasses
+import json
+
+import numpy as np
+
+from prl.config.schema import Config
+from prl.domains.options import DomainOptions
+from prl.flow.dispatcher import Dispatcher
+from prl.flow.ids import RolloutId
+from prl.flow.versions import Version
+from prl.orchestrator.options import RunOptions
+from prl.orchestrator.resume import dispatcher_settings, find_start
+from prl.runfolder.paths import RunFolder
+from prl.streams.ledger import LedgerWriter
+from prl.streams.records import MicroBatch, StepFacts
+from prl.streams.steps import write_step
+
+CONFIG = Config(
+    run=RunOptions(name="r", steps=10, groups_per_step=2, rollouts_per_group=3, max_lag=2),
+    domains=(DomainOptions(name="digits"),),
+)
+
+
+def step_file(run: RunFolder, step: int, ids: list[RolloutId], sequence: int) -> None:
+    tokens = 2 * len(ids)
+    floats = np.ones(tokens, np.float32)
+    microbatch = MicroBatch(
+        tokens=np.arange(tokens, dtype=np.int32),
+        positions=np.tile(np.arange(2, dtype=np.int32), len(ids)),
+        boundaries=np.arange(0, tokens + 1, 2, dtype=np.int32),
+        loss_weights=floats,
+        advantages=floats,
+        old_logprobs=floats,
+        reference_logprobs=None,
+        lags=np.zeros(tokens, np.int32),
+        rollouts=tuple(ids),
+    )
+    facts = StepFacts(step, float(tokens), tokens, len(ids), 1)
+    write_step(run.steps, step, [microbatch], facts, run="r", attempt=1, sequence=sequence)
+
+
+class Attempt:
+    """A first attempt, played by hand: what it wrote before it died."""
+
+    def __init__(self, tmp_path):
+        self.run = RunFolder(tmp_path / "run")
+        self.run.create()
+        self.run.attempt(1).mkdir()
+        self.run.plan(1).write_text(json.dumps({"lineage": 0}))
+        self.dispatcher = Dispatcher(dispatcher_settings(CONFIG))
+        self.ledger = LedgerWriter(self.run.ledger(1))
+        self.dispatcher.problems({"digits": 100}, {})
+        self.dispatcher.committed(Version(0, 0))
+        self.leases = {}
+
+    def lease(self, groups):
+        leased = self.dispatcher.lease(0, groups, 0.0)
+        self.ledger.append(leased.events)
+        self.leases |= {lease.group: lease for lease in leased.leases}
+        for lease in leased.leases:
+            self.dispatcher.result(lease.group, lease.issue)
+        return [lease.group for lease in leased.leases]
+
+    def ids(self, *groups):
+        return [rollout for group in groups for rollout in self.leases[group].rollout_ids()]
+
+    def train(self, step, *groups):
+        step_file(self.run, step, self.ids(*groups), step)
+        self.ledger.append(self.dispatcher.trained(step, self.ids(*groups)))
+        self.dispatcher.committed(Version(0, step))
+
+    def checkpoint(self, step):
+        self.run.checkpoint(step).mkdir()
+        manifest = {"step": step, "forks": {}, "dispatcher": self.dispatcher.state(), "evaluations_reached": 1}
+        (self.run.checkpoint(step) / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_without_a_checkpoint_a_run_starts_afresh(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    start = find_start(run, CONFIG)
+    assert (start.resume.step, start.resume.lineage, start.resume.checkpoint) == (0, 0, None)
+    assert not start.waiting
+    assert not start.reissued
+
+
+def test_a_crash_behind_a_checkpoint_trains_the_durable_steps_again_and_issues_the_rest_again(tmp_path):
+    """Checkpoint after step 1; step 2 was trained, step 3's file was durable, groups 6 and 7 were under way."""
+    first = Attempt(tmp_path)
+    assert first.lease(6) == [0, 1, 2, 3, 4, 5]
+    first.train(1, 0, 1)
+    first.checkpoint(1)
+    assert first.lease(2) == [6, 7]
+    first.train(2, 2, 3)
+    step_file(first.run, 3, first.ids(4, 5), 3)
+
+    start = find_start(first.run, CONFIG)
+    assert (start.resume.step, start.resume.lineage) == (1, 1)
+    assert start.resume.checkpoint == str(first.run.checkpoint(1))
+    assert start.forks == {1: 1}
+    assert start.evaluations_reached == 1
+    assert [entry.file["step"] for entry in start.waiting] == [2, 3]
+    assert start.waiting[0].trained == sorted(first.ids(2, 3))
+    assert start.waiting[1].trained == sorted(first.ids(4, 5))
+    assert sorted({event.rollout.group for event in start.reissued}) == [6, 7]
+    assert {event.kind for event in start.reissued} == {"issued_again"}
+
+    dispatcher = start.dispatcher
+    dispatcher.problems({"digits": 100}, {})
+    dispatcher.committed(Version(1, 1))
+    again = dispatcher.lease(0, 10, 0.0).leases
+    # 3 steps of 2 groups may be in flight; 2 of step 3 are, and step 2's two count until its version is committed.
+    assert [(lease.group, lease.issue) for lease in again[:2]] == [(6, 1), (7, 1)]
+    assert {lease.problem for lease in again[:2]} == {first.leases[6].problem, first.leases[7].problem}
+    assert all(lease.group >= 8 for lease in again[2:])
+    trained = dispatcher.trained(2, start.waiting[0].trained)
+    assert [(event.kind, event.version) for event in trained] == [("trained", Version(1, 2))] * 6
+
+
+def test_a_step_file_of_discarded_rollouts_is_not_trained(tmp_path):
+    """At a run's clean end, what was written ahead is discarded; going on with more steps must not train on it."""
+    first = Attempt(tmp_path)
+    first.lease(6)
+    first.train(1, 0, 1)
+    step_file(first.run, 2, first.ids(2, 3), 2)
+    first.checkpoint(1)
+    first.ledger.append(first.dispatcher.close("run ended"))
+    start = find_start(first.run, CONFIG)
+    assert not start.waiting
+    assert not start.reissued
+
+
+def test_the_lineage_rises_also_over_attempts_that_left_no_checkpoint(tmp_path):
+    first = Attempt(tmp_path)
+    first.lease(2)
+    first.train(1, 0, 1)
+    first.checkpoint(1)
+    first.run.attempt(2).mkdir()
+    first.run.plan(2).write_text(json.dumps({"lineage": 1}))
+    start = find_start(first.run, dataclasses.replace(CONFIG))
+    assert start.resume.lineage == 2
