@@ -68,6 +68,8 @@ class ControlClient:
         full = {"role": self.role, "index": self.index, "call": uuid.uuid4().hex, **body}
         pause_s = 0.05
         while True:
+            if self.lost is not None:
+                raise self.lost  # no run is left that an answer could help
             left_s = end - time.monotonic()
             try:
                 timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001))

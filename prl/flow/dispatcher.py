@@ -168,6 +168,11 @@ class Dispatcher:
         return len(self._evaluations) + len(self._evaluations_due)
 
     @property
+    def evaluating(self) -> set[int]:
+        """Steps whose evaluations have not all come back."""
+        return {evaluation.step for evaluation in self._evaluations.values()} | set(self._evaluations_due)
+
+    @property
     def generation_sampled(self) -> bool:
         """conventional: whether all that this generation trains on was handed out and has come back."""
         return self.budget() <= 0 and self.awaited_from == self._next_group
@@ -297,6 +302,12 @@ class Dispatcher:
             return None
         del self._evaluations[group]
         return Evaluation(evaluation.step, evaluation.domain)
+
+    def ended(self, ids: Iterable[RolloutId]) -> list[RolloutId]:
+        """Those of these rollouts that are not in flight (any more)."""
+        ids = list(ids)
+        alive = {group: set(rollouts) for group, rollouts in self._alive(ids).items()}
+        return [i for i in ids if i.rollout not in alive.get(i.group, ())]
 
     def close(self, reason: str) -> list[LedgerEvent]:
         """The run has ended: what is in flight is discarded."""

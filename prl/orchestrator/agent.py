@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import FrameType
 
 from prl.cluster.allocation import Allocation, read_allocation
 from prl.cluster.split import make_split
@@ -18,7 +19,7 @@ from prl.control.token import read_token
 from prl.orchestrator.binding import bind
 from prl.orchestrator.main import Orchestrator
 from prl.orchestrator.node import run_agent
-from prl.orchestrator.outcome import DONE, FAILED, Outcome, RunFailed
+from prl.orchestrator.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome, RunFailed
 from prl.orchestrator.resume import find_start
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish_json
@@ -32,6 +33,8 @@ def run_node(run_folder: str) -> None:
     # The batch system warns with these; a child with the default disposition would die of them. Ignoring is inherited.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the orchestrator takes them over
+        signal.signal(number, _cancel)
     run = RunFolder(run_folder)
     attempt = run.attempts()[-1]
     allocation = read_allocation()
@@ -46,11 +49,23 @@ def run_node(run_folder: str) -> None:
         asyncio.run(_follow(run, attempt, allocation, config))
 
 
+class CancelledEarly(Exception):
+    """Somebody wants the run to end before it has begun."""
+
+
+def _cancel(number: int, _: FrameType | None) -> None:
+    raise CancelledEarly(f"cancelled by {signal.Signals(number).name}")
+
+
 def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
     """Rank 0; whatever goes wrong ends up in exit.json."""
     started = time.time()
     try:
         return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config)))
+    except CancelledEarly as error:
+        outcome = Outcome(CANCELLED, str(error), None, EXIT_CODES[CANCELLED], "", 0, started, time.time())
+        outcome.write(run.exit(attempt))
+        return outcome
     except Exception as error:
         traceback.print_exc()
         outcome = Outcome(
@@ -68,6 +83,10 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
 
 
 async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> Outcome:
+    if run.plan(attempt).exists():
+        raise RuntimeError(
+            f"attempt {attempt} was started before: a requeued job is no new attempt; use prl-submit --resume {run}"
+        )
     split = make_split(config)
     start = find_start(run, config)
     plan = bind(config, split, allocation, attempt, free_port(allocation.master_address), start.resume)

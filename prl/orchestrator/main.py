@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 import traceback
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish_json
 from prl.streams.ledger import LedgerWriter
 
+LATE_S = 1.0  # later than this after a sleep, this process was held up
 GATHER_CAUSES_S = 1.0  # one death causes others; wait this long before choosing the cause
 FAILED_GRACE_S = 0.5  # children of a failed run get this long before SIGTERM
 
@@ -42,7 +44,6 @@ class Orchestrator:
         self._causes: list[Cause] = []
         self._bell = Bell()
         self._stop_rule = StopRule(config.run.stop_at_reward, config.run.stop_after_evaluations, start.evaluations_reached)
-        self._checkpointed = False
         self._nodes_done: set[int] = set()
         self._done_words = f"all {config.run.steps} steps trained"
         self._dispatcher = start.dispatcher
@@ -98,11 +99,13 @@ class Orchestrator:
     def cancel(self, words: str) -> None:
         """Somebody wants the run to end now."""
         self._end_with(Cause(words, None, CANCEL))
+        self._server.grace_s = min(self._server.grace_s, FAILED_GRACE_S)  # also where it is ending already
 
     async def lead(self) -> Outcome:
         """Through all phases to the end; returns once all nodes have ended their children, or their time is up."""
         background = [
             asyncio.create_task(self._watch_silence(), name="the watch over silent processes"),
+            asyncio.create_task(self._watch_stop_file(), name="the watch for the STOP file"),
             asyncio.create_task(self._journal.feed_tensorboard(), name="TensorBoard's sink"),
         ]
         for task in background:
@@ -110,17 +113,12 @@ class Orchestrator:
         try:
             await self._through_phases()
         except Exception as error:
-            log.exception("orchestrator")
-            self._end_with(
-                Cause(f"orchestrator: {type(error).__name__}: {error}", "orchestrator", REPORTED, traceback.format_exc())
-            )
+            self._fault(error)
         await self._end()
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)  # an exception of theirs is a cause already
-        outcome = conclude(self._causes, self._done_words, self._steps.trained, self._started)
-        await self._close(outcome)
-        return outcome
+        return await self._close()
 
     async def _through_phases(self) -> None:
         control = self._config.control
@@ -141,23 +139,32 @@ class Orchestrator:
                 await self._run_steps()
 
     async def _run_steps(self) -> None:
-        """Until the trainer has finished; a step has to end within the deadline of a wait."""
+        """Until the trainer has finished; a step or some groups have to end within the deadline of a wait."""
         wait_s = self._config.control.wait_s
-        while not self._checkpointed and not self._causes:
-            awaited = self._steps.trained + 1
-            await self._wait(partial(self._has_trained, awaited), wait_s, self._waiting_for)
+        while not self._steps.exported and not self._causes:
+            await self._wait(partial(self._has_moved, self._position()), wait_s, self._waiting_for)
         self._journal.phase("finishing")
-        if not self._causes and self._dispatcher.evaluations_pending:
-            await self._wait(lambda: not self._dispatcher.evaluations_pending, wait_s, lambda: "the last evaluation")
+        if not self._causes:
+            await self._wait(self._all_committed, self._config.weights.update_s, lambda: "the last version at all samplers")
+        if not self._causes and not await self._bell.until(self._all_evaluated, wait_s):
+            log.warning("the last evaluation did not end within %.0f s", wait_s)  # the trained model is safe all the same
 
-    def _has_trained(self, step: int) -> bool:
-        return self._steps.trained >= step or self._checkpointed
+    def _position(self) -> tuple[int, int]:
+        return self._steps.trained, len(self._rollouts.announcements)
+
+    def _has_moved(self, since: tuple[int, int]) -> bool:
+        return self._position() != since or self._steps.exported
+
+    def _all_committed(self) -> bool:
+        return self._updater.under_way is None
+
+    def _all_evaluated(self) -> bool:
+        return bool(self._causes) or not self._dispatcher.evaluations_pending
 
     async def _end(self) -> None:
         """Tell everyone to stop; failed runs end at once, good ones give their children time."""
         if self._causes:
             await asyncio.sleep(GATHER_CAUSES_S)
-        self._journal.phase("stopping")
         self._rollouts.ended = True
         self._server.stopping = True
         self._server.grace_s = FAILED_GRACE_S if self._causes else self._config.control.stop_s
@@ -168,15 +175,30 @@ class Orchestrator:
             self._causes.append(
                 Cause(f"nodes {sorted(joined - self._nodes_done)} did not end within {left_s:.0f} s", "agent", ENDED)
             )
-        if not self._causes:
-            await self._record(self._dispatcher.close("run ended"))
 
-    async def _close(self, outcome: Outcome) -> None:
-        outcome.write(self._run.exit(self._plan.attempt))  # first: whatever fails below must not hide it
-        await self._updater.close()
-        self._ledger.close()
-        await self._journal.close()
+    async def _close(self) -> Outcome:
+        """Close everything, whatever of it fails, and write the outcome last but surely."""
         await self._server.close()
+        await self._updater.close()
+        try:
+            if not self._causes:
+                await self._record(self._dispatcher.close("run ended"))
+            self._journal.phase("stopped")
+            await self._journal.close()
+        except Exception as error:
+            self._fault(error)
+        finally:
+            self._ledger.close()
+            outcome = conclude(self._causes, self._done_words, self._steps.trained, self._started)
+            outcome.write(self._run.exit(self._plan.attempt))
+        return outcome
+
+    def _fault(self, error: Exception) -> None:
+        """An error of the orchestrator itself is a cause, also while the run ends."""
+        log.exception("orchestrator")
+        words = f"orchestrator: {type(error).__name__}: {error}"
+        self._causes.append(Cause(words, "orchestrator", REPORTED, traceback.format_exc()))
+        self._bell.ring()
 
     # What ends a run
 
@@ -198,23 +220,41 @@ class Orchestrator:
 
     async def _child_ended(self, member: Member, body: Mapping[str, Any]) -> Answer:
         code, child = int(body["code"]), str(body["child"])
-        if code == 0 and self._checkpointed and child.startswith("trainer"):
+        if self._is_done_with(child.split()[0]) and (code == 0 or not child.startswith("trainer")):
             return {}
         rank = KILLED if code < 0 else ENDED
         self._end_with(Cause(f"{body['words']}; the end of {body['log']}:\n{body['tail']}", child.split()[0], rank))
         return {}
 
+    def _is_done_with(self, role: str) -> bool:
+        """Whether the run can end well without the processes of a role from now on."""
+        if role == "trainer":
+            return self._steps.exported
+        return self._steps.finishing and role != "agent" and self._all_committed() and self._all_evaluated()
+
     async def _watch_silence(self) -> None:
-        """A member that was silent for too long is as good as dead."""
+        """A member that was silent for too long is as good as dead; unless this process itself was held up, and has not read
+        what they sent meanwhile."""
         control = self._config.control
+        trusted = time.monotonic()  # from then on silence means something
         while True:
+            asleep = time.monotonic()
             await asyncio.sleep(control.heartbeat_s)
+            if time.monotonic() - asleep > control.heartbeat_s + LATE_S:
+                log.warning("the orchestrator was held up for %.1f s", time.monotonic() - asleep - control.heartbeat_s)
+                trusted = time.monotonic()
+            if time.monotonic() - trusted < control.lost_after_s:
+                continue
             for member in self._server.silent(control.lost_after_s):
-                gone = member.role == "trainer" and self._checkpointed
-                if not gone:
+                if not self._is_done_with(member.role):
                     words = f"{member.name} on {member.host} was silent for {control.lost_after_s:.0f} s; it was {member.doing}"
                     self._end_with(Cause(words, member.role, ENDED))
-            if self._run.stop.exists() and not self._steps.finishing:
+
+    async def _watch_stop_file(self) -> None:
+        """control/STOP ends the run after the step in hand."""
+        while not self._steps.finishing:
+            await asyncio.sleep(self._config.control.heartbeat_s)
+            if await asyncio.to_thread(os.path.exists, self._run.stop):
                 self._done_words = f"asked to stop by {self._run.stop}"
                 self._finish()
 
@@ -287,8 +327,7 @@ class Orchestrator:
     def _evaluated(self, evaluation: Evaluation, body: Mapping[str, Any]) -> None:
         self._journal.evaluated(evaluation, body)
         self._stop_rule = self._stop_rule.scored(Score(evaluation.step, int(body["problems"]), float(body["reward_mean"])))
-        if not self._dispatcher.evaluations_pending:
-            self._stop_rule = self._stop_rule.closed()
+        self._stop_rule = self._stop_rule.closed(self._dispatcher.evaluating)
         if self._stop_rule.fulfilled and not self._steps.finishing:
             rule = self._stop_rule
             self._done_words = f"held-out reward reached {rule.reward} in {rule.needed} evaluations in a row"
@@ -302,9 +341,9 @@ class Orchestrator:
         every = self._config.train.checkpoint_every_steps
         return bool(every) and step % every == 0
 
-    async def _checkpoint(self, step: int, export: str | None) -> None:
+    async def _checkpoint(self, step: int) -> None:
         """The trainer's files of a checkpoint are durable: the manifest makes it count."""
-        state = self._dispatcher.state()
+        state, reached = self._dispatcher.state(), self._stop_rule.reached
         await self._ledger_desk.settled()  # the state counts on these rows
         manifest = {
             "step": step,
@@ -312,10 +351,7 @@ class Orchestrator:
             "lineage": self._start.resume.lineage,
             "forks": {str(lineage): fork for lineage, fork in self._start.forks.items()},
             "dispatcher": state,
-            "evaluations_reached": self._stop_rule.reached,
-            "export": export,
+            "evaluations_reached": reached,
         }
-        publish_json(self._run.checkpoint(step) / "manifest.json", manifest)
+        await asyncio.to_thread(publish_json, self._run.checkpoint(step) / "manifest.json", manifest)
         self._journal.checkpointed(step)
-        if export is not None:
-            self._checkpointed = True

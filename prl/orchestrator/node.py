@@ -14,6 +14,7 @@ from prl.orchestrator.children import ChildPlan, RunningChild, end_child, how_it
 from prl.runfolder.paths import RunFolder
 
 KILL_AFTER_S = 3.0  # between SIGTERM and SIGKILL
+GRACE_LOOK_S = 0.5  # between two looks at how much time is left
 USAGE_S = 2.0  # between two looks at what the children use
 
 
@@ -75,8 +76,11 @@ async def _watch(client: ControlClient, children: list[RunningChild], options: C
                 await _report(client, waits.pop(task))
             client.progress(f"watching {len(waits)} children")
         await client.stopping.wait()
-        if waits:
-            await asyncio.wait(waits, timeout=client.grace_s)
+        told = time.monotonic()
+        while waits and time.monotonic() - told < client.grace_s:  # which a cancel may shorten
+            done, _ = await asyncio.wait(waits, timeout=min(GRACE_LOOK_S, client.grace_s), return_when="FIRST_COMPLETED")
+            for task in done:
+                waits.pop(task)
     finally:
         stopping.cancel()
         for task in waits:

@@ -14,6 +14,10 @@ from prl.streams.ledger import ledger_events, read_ledger
 from prl.streams.steps import find_steps, read_step
 
 
+class ResumeError(Exception):
+    """What a run left behind does not fit together; the message says what to do."""
+
+
 @dataclass(frozen=True)
 class Start:
     resume: Resume
@@ -25,23 +29,32 @@ class Start:
 
 
 def find_start(run: RunFolder, config: Config) -> Start:
-    """Read the newest manifest, if there is one. Raises where it does not fit the ledger."""
+    """Read the newest manifest, if there is one. Raises ResumeError where it does not fit the ledger."""
     settings = dispatcher_settings(config)
     manifests = run.manifests()
+    earlier = list(ledger_events(read_ledger(run.ledgers)))
     if not manifests:
+        if earlier:
+            raise ResumeError(f"{run}: this run has begun before and left no checkpoint to go on from; submit it anew")
         return Start(Resume(0, 0, None), {}, Dispatcher(settings), (), 0, ())
     step, path = manifests[-1]
     manifest = json.loads(path.read_text())
-    earlier = list(ledger_events(read_ledger(run.ledgers)))
+    counted = int(manifest["dispatcher"]["events"])
+    if len(earlier) < counted:
+        raise ResumeError(f"{path} counts on {counted} rows of the ledger in {run.ledgers}, which has {len(earlier)}")
     dispatcher = Dispatcher(settings, manifest["dispatcher"])
-    dispatcher.replay(earlier[manifest["dispatcher"]["events"] :])
+    dispatcher.replay(earlier[counted:])
     lineage = _last_lineage(run) + 1
-    forks = {**{int(key): int(value) for key, value in manifest["forks"].items()}, lineage: step}
+    forks = {int(key): int(value) for key, value in manifest["forks"].items()}
+    forks |= dict.fromkeys(range(int(manifest["lineage"]) + 1, lineage + 1), step)  # also of attempts that left nothing
     waiting = _steps_behind(run, step, earlier)
-    keep = {rollout.group for entry in waiting for rollout in entry.trained}
-    reissued = dispatcher.reissue_outstanding("attempt ended", keep)
+    in_files = {rollout for entry in waiting for rollout in entry.trained}
+    keep = {rollout.group for rollout in in_files}
+    left_out = [e.rollout for e in earlier if e.kind == "issued" and e.rollout.group in keep and e.rollout not in in_files]
+    events = dispatcher.discarded(left_out, "left out of a step file")
+    events += dispatcher.reissue_outstanding("attempt ended", keep)
     resume = Resume(step, lineage, str(path.parent))
-    return Start(resume, forks, dispatcher, waiting, int(manifest["evaluations_reached"]), reissued)
+    return Start(resume, forks, dispatcher, waiting, int(manifest["evaluations_reached"]), events)
 
 
 def dispatcher_settings(config: Config) -> DispatcherSettings:
@@ -67,14 +80,14 @@ def _last_lineage(run: RunFolder) -> int:
 
 
 def _steps_behind(run: RunFolder, step: int, events: Iterable[LedgerEvent]) -> list[StepEntry]:
-    """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout was discarded."""
-    discarded = {event.rollout for event in events if event.kind == "discarded"}
+    """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout has ended otherwise."""
+    ended = {event.rollout for event in events if event.kind in ("discarded", "issued_again")}
     found = find_steps(run.steps)
     waiting = []
     while (step := step + 1) in found:
         file = found[step]
         ids = read_step(file.path, file.bytes, file.checksum).rollout_ids()
-        if not discarded.isdisjoint(ids):
+        if not ended.isdisjoint(ids):
             break
         entry = {"step": step, "path": str(file.path.relative_to(run.path)), "bytes": file.bytes, "checksum": file.checksum}
         waiting.append(StepEntry(entry, ids))

@@ -103,14 +103,20 @@ class LedgerDesk:
 
     def __init__(self, append: Callable[[Sequence[LedgerEvent]], None]) -> None:
         self._append = append
+        self._broken: BaseException | None = None
         self._lock = asyncio.Lock()
 
     async def record(self, events: Sequence[LedgerEvent]) -> None:
         if events:
             async with self._lock:
-                await asyncio.to_thread(self._append, events)
+                try:
+                    await asyncio.to_thread(self._append, events)
+                except BaseException as error:
+                    self._broken = error
+                    raise
 
     async def settled(self) -> None:
-        """Everything recorded before this call is durable."""
+        """Everything recorded before this call is durable; raises where that failed."""
         async with self._lock:
-            return
+            if self._broken is not None:
+                raise RuntimeError(f"the ledger lacks rows that could not be written: {self._broken!r}") from self._broken

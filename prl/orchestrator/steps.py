@@ -36,10 +36,11 @@ class StepDesk:
         waiting: Sequence[StepEntry],
         on_trained: Callable[[int, Mapping[str, float], Mapping[str, float]], bool],
         save_now: Callable[[int], bool],
-        on_checkpoint: Callable[[int, str | None], Awaitable[None]],
+        on_checkpoint: Callable[[int], Awaitable[None]],
     ) -> None:
         self.trained = trained
         self.finishing = False  # the trainer saves, exports and ends
+        self.exported = False  # it has
         self._dispatcher = dispatcher
         self._rollouts = rollouts
         self._record = record
@@ -58,6 +59,7 @@ class StepDesk:
             "next_step": self._next_step,
             "trained": self._trained,
             "checkpoint": self._checkpoint,
+            "exported": self._exported,
         }
 
     @property
@@ -89,8 +91,12 @@ class StepDesk:
         file = {key: body[key] for key in ("step", "path", "bytes", "checksum")}
         if step != self.next_step:
             raise ValueError(f"step file {step} announced, step {self.next_step} expected")
+        trained = from_rows(body["trained"])
+        dead = self._dispatcher.ended(trained)
+        if dead:
+            raise ValueError(f"step file {step} holds rollouts that have ended already, {dead[0]} for one")
         await self._rollouts.discard(body["discarded"])
-        self._entries[step] = StepEntry(file, from_rows(body["trained"]), dict(body["metrics"]))
+        self._entries[step] = StepEntry(file, trained, dict(body["metrics"]))
         self._bell.ring()
         return {}
 
@@ -120,6 +126,10 @@ class StepDesk:
         return {"stop": self.finishing, "save": self._save_now(step)}
 
     async def _checkpoint(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        await self._on_checkpoint(int(body["step"]), body.get("export"))
+        await self._on_checkpoint(int(body["step"]))
+        return {}
+
+    async def _exported(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        self.exported = True
         self._bell.ring()
         return {}

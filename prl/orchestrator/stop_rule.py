@@ -1,5 +1,6 @@
 """When a run has learned enough."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 
@@ -25,14 +26,15 @@ class StopRule:
     def scored(self, score: Score) -> "StopRule":
         return replace(self, open=(*self.open, score))
 
-    def closed(self) -> "StopRule":
-        """All domains of the open steps have been heard."""
+    def closed(self, evaluating: Collection[int] = ()) -> "StopRule":
+        """Count the steps of which all domains have been heard: those that come before the steps still under evaluation."""
         reached = self.reached
-        for step in sorted({score.step for score in self.open}):
+        whole = sorted({score.step for score in self.open if all(score.step < step for step in evaluating)})
+        for step in whole:
             scores = [score for score in self.open if score.step == step]
             mean = sum(s.problems * s.reward_mean for s in scores) / sum(s.problems for s in scores)
             reached = reached + 1 if self.reward is not None and mean >= self.reward else 0
-        return replace(self, reached=reached, open=())
+        return replace(self, reached=reached, open=tuple(score for score in self.open if score.step not in whole))
 
     @property
     def fulfilled(self) -> bool:

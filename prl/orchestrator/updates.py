@@ -77,6 +77,11 @@ class WeightUpdater:
         self._manned = asyncio.Event()  # there are samplers to update
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def under_way(self) -> Version | None:
+        """The version that was offered and is not committed yet."""
+        return None if self._update is None else self._update.version
+
     def set_replicas(self, replicas: Sequence[Replica]) -> None:
         self._replicas = tuple(replicas)
         self._epoch += 1
@@ -187,6 +192,8 @@ class WeightUpdater:
             self._on_committed(self.current)
         except UpdateError as error:
             self._on_error(error)
+        except Exception as error:  # nobody awaits this task: whatever it was has to reach the run
+            self._on_error(UpdateError(f"the commit of version {update.version} failed: {error!r}"))
 
     async def _verified(self, update: Update) -> str:
         """The digest on which the trainer and every worker of every sampler agree."""

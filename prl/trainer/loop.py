@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from prl.config.hf_config import read_model_config
 from prl.control.child import Child
 from prl.control.threaded import ThreadedClient
 from prl.metrics import names
 from prl.streams.steps import read_step
 from prl.trainer.checkpoint import load_checkpoint, save_checkpoint
 from prl.trainer.engine import Engine, build_engine
-from prl.trainer.hf_config import read_model_config
 from prl.trainer.hf_folder import read_weights, write_folder
 from prl.trainer.mapping import export_weights, load_weights, random_weights
 from prl.trainer.model import build_model
@@ -46,8 +46,10 @@ def run(child: Child, client: ThreadedClient) -> None:
         start_s=config.control.start_s,
     )
     weights.publish(step)
-    step = _train(child, client, engine, channel, weights, step)
-    _save(child, client, engine, step, last=True)
+    step, saved = _train(child, client, engine, channel, weights, step)
+    if step != saved:  # else the checkpoint is whole, and its manifest says so
+        _save(child, client, engine, step)
+    _export(child, client, engine, step)
     channel.barrier()
     stop_groups()
 
@@ -66,8 +68,11 @@ def _start_engine(child: Child) -> tuple[Engine, int]:
     return engine, load_checkpoint(engine, Path(resume)) if resume else 0
 
 
-def _train(child: Child, client: ThreadedClient, engine: Engine, channel: Channel, weights: WeightsOut, step: int) -> int:
-    """Train until told to stop; returns the last step."""
+def _train(
+    child: Child, client: ThreadedClient, engine: Engine, channel: Channel, weights: WeightsOut, step: int
+) -> tuple[int, int | None]:
+    """Train until told to stop; returns the last step and the last one of which a checkpoint exists."""
+    saved = step if os.environ.get("PRL_RESUME") else None
     leader = dist.get_rank() == 0
     ended = time.monotonic()
     while True:
@@ -100,8 +105,9 @@ def _train(child: Child, client: ThreadedClient, engine: Engine, channel: Channe
         if answer["stop"]:
             break
         if answer["save"]:
-            _save(child, client, engine, step, last=False)
-    return step
+            _save(child, client, engine, step)
+            saved = step
+    return step, saved
 
 
 def _next_file(child: Child, client: ThreadedClient, channel: Channel, step: int) -> dict[str, Any] | None:
@@ -124,27 +130,24 @@ def _next_file(child: Child, client: ThreadedClient, channel: Channel, step: int
             raise TimeoutError(f"no step file {step} within {control.wait_s:.0f} s: look at the preprocessor and the actors")
 
 
-def _save(child: Child, client: ThreadedClient, engine: Engine, step: int, *, last: bool) -> None:
-    """Checkpoint version `step`; at the end of the run also as a Hugging Face folder. Then tell the orchestrator."""
+def _save(child: Child, client: ThreadedClient, engine: Engine, step: int) -> None:
+    """Checkpoint version `step`, and have the orchestrator write its manifest."""
     client.progress(f"saving version {step}")
-    run = child.run
-    save_checkpoint(engine, run.checkpoint(step), step)
-    export = run.export if last else None
-    if export is not None and parallel_state.get_data_parallel_rank() == 0:
+    save_checkpoint(engine, child.run.checkpoint(step), step)
+    if dist.get_rank() == 0:
+        wait_s = child.config.control.wait_s
+        client.call("checkpoint", {"step": step}, deadline_s=wait_s, reason=f"checkpoint of version {step}")
+
+
+def _export(child: Child, client: ThreadedClient, engine: Engine, step: int) -> None:
+    """Write version `step`, the last, as a Hugging Face folder; with that the trainer is done."""
+    client.progress(f"exporting version {step}")
+    if parallel_state.get_data_parallel_rank() == 0:
         weights = export_weights(engine.model, engine.config)  # gathered by all of these ranks
         if dist.get_rank() == 0:
-            write_folder(export, weights, run.model, child.config.train.dtype)
+            write_folder(child.run.export, weights, child.run.model, child.config.train.dtype)
+            wait_s = child.config.control.wait_s
+            client.call("exported", {"step": step}, deadline_s=wait_s, reason=f"export of version {step}")
         else:
             for _ in weights:
                 pass
-    if dist.get_rank() == 0:
-        body = {
-            "step": step,
-            "path": _relative(run.checkpoint(step), run.path),
-            "export": export and _relative(export, run.path),
-        }
-        client.call("checkpoint", body, deadline_s=child.config.control.wait_s, reason=f"checkpoint of version {step}")
-
-
-def _relative(path: Path, folder: Path) -> str:
-    return str(path.relative_to(folder))

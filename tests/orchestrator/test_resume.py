@@ -1,9 +1,9 @@
 """Where an attempt starts, from real ledgers, step files and manifests; no process runs."""
 
-import dataclasses
 import json
 
 import numpy as np
+import pytest
 
 from prl.config.schema import Config
 from prl.domains.options import DomainOptions
@@ -11,7 +11,7 @@ from prl.flow.dispatcher import Dispatcher
 from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
 from prl.orchestrator.options import RunOptions
-from prl.orchestrator.resume import dispatcher_settings, find_start
+from prl.orchestrator.resume import ResumeError, dispatcher_settings, find_start
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 from prl.streams.records import MicroBatch, StepFacts
@@ -73,7 +73,7 @@ class Attempt:
 
     def checkpoint(self, step):
         self.run.checkpoint(step).mkdir()
-        manifest = {"step": step, "forks": {}, "dispatcher": self.dispatcher.state(), "evaluations_reached": 1}
+        manifest = {"step": step, "lineage": 0, "forks": {}, "dispatcher": self.dispatcher.state(), "evaluations_reached": 1}
         (self.run.checkpoint(step) / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -139,5 +139,39 @@ def test_the_lineage_rises_also_over_attempts_that_left_no_checkpoint(tmp_path):
     first.checkpoint(1)
     first.run.attempt(2).mkdir()
     first.run.plan(2).write_text(json.dumps({"lineage": 1}))
-    start = find_start(first.run, dataclasses.replace(CONFIG))
+    start = find_start(first.run, CONFIG)
     assert start.resume.lineage == 2
+    assert start.forks == {1: 1, 2: 1}
+
+
+def test_rollouts_that_a_durable_step_file_left_out_are_discarded(tmp_path):
+    """The preprocessor died between the file and its announcement: what it had dropped from the groups has no end yet."""
+    first = Attempt(tmp_path)
+    first.lease(6)
+    first.train(1, 0, 1)
+    first.checkpoint(1)
+    step_file(first.run, 2, first.ids(2, 3)[:-2], 2)
+    start = find_start(first.run, CONFIG)
+    discarded = [event for event in start.reissued if event.kind == "discarded"]
+    assert [event.rollout for event in discarded] == first.ids(2, 3)[-2:]
+    assert {event.reason for event in discarded} == {"left out of a step file"}
+    assert sorted({event.rollout.group for event in start.reissued if event.kind == "issued_again"}) == [4, 5]
+
+
+def test_a_run_that_began_and_left_no_checkpoint_is_not_begun_again(tmp_path):
+    first = Attempt(tmp_path)
+    first.lease(2)
+    with pytest.raises(ResumeError, match="submit it anew"):
+        find_start(first.run, CONFIG)
+
+
+def test_a_manifest_that_counts_on_rows_that_are_not_there_is_refused(tmp_path):
+    first = Attempt(tmp_path)
+    first.lease(2)
+    first.checkpoint(1)
+    first.dispatcher.lease(0, 4, 0.0)  # told, and never written
+    first.run.checkpoint(2).mkdir()
+    manifest = {"step": 2, "lineage": 0, "forks": {}, "dispatcher": first.dispatcher.state(), "evaluations_reached": 0}
+    (first.run.checkpoint(2) / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ResumeError, match=r"counts on 18 rows .* which has 6"):
+        find_start(first.run, CONFIG)

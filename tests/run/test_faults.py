@@ -7,9 +7,10 @@ import time
 
 import psutil
 import pytest
-from whole_runs import ROOT, Ended, command
+from whole_runs import ROOT, Ended, command, submit
 
 from prl.runfolder.paths import RunFolder
+from prl.streams.ledger import ledger_events, read_ledger
 
 SHORT = ["configs/quickstart.yaml", "--set", "run.evaluate_every_steps=0", "run.stop_at_reward=null", "verifier.processes=1"]
 
@@ -80,3 +81,43 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path):
     assert "Ctrl-C" in output
     assert json.loads(folder.exit(1).read_text())["outcome"] == "cancelled"
     assert not [name for name, child in children.items() if child.is_running()]
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(600)
+def test_a_crash_behind_a_checkpoint_is_resumed_with_every_rollout_accounted_for(tmp_path):
+    """A trainer dies some steps after a checkpoint: the durable step files are trained again as they are, in a new lineage."""
+    folder = RunFolder(tmp_path / "run")
+    process = subprocess.Popen(
+        command(*SHORT, "train.checkpoint_every_steps=5", folder=folder.path),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_steps(process, folder, 8)
+    children_of(process.pid, folder)["trainer 0"].send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    checkpoint = folder.manifests()[-1][0]
+    trained = json.loads(folder.exit(1).read_text())["steps"]
+    assert trained >= 8
+    resumed = submit(folder.path, "--resume", folder.path, "--set", f"run.steps={trained + 4}")
+    assert resumed.code == 0, resumed.logs()
+    assert [event.step for event in resumed.events("step", attempt=2)] == list(range(checkpoint + 1, trained + 5))
+    events = list(ledger_events(read_ledger(folder.ledgers)))
+    trained_in = {}
+    for event in events:
+        if event.kind == "trained":
+            trained_in.setdefault(event.rollout, []).append((event.version.lineage, event.step))
+    again = {rollout: places for rollout, places in trained_in.items() if len(places) > 1}
+    assert again  # steps after the checkpoint were trained twice,
+    for places in again.values():  # on the same rollouts, in the same step, once a lineage
+        assert [lineage for lineage, _ in places] == [0, 1]
+        assert len({step for _, step in places}) == 1
+    assert {step for places in again.values() for _, step in places} == set(range(checkpoint + 1, trained + 1))
+    issued = [event.rollout for event in events if event.kind == "issued"]
+    assert len(issued) == len(set(issued))
+    otherwise = [event.rollout for event in events if event.kind in ("discarded", "issued_again")]
+    assert len(otherwise) == len(set(otherwise))
+    assert set(issued) == set(otherwise) | set(trained_in)
+    assert not set(otherwise) & set(trained_in)

@@ -48,7 +48,8 @@ class Run:
     versions: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # what the sampler got, by lineage:step
     digests: dict[str, str] = field(default_factory=dict)  # what the trainer said it sent
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    exported: list[int] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
 
@@ -117,7 +118,11 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         return {"stop": body["step"] >= run.stop_after, "save": body["step"] == run.save_after}
 
     async def checkpoint(member, body):
-        run.checkpoints.append({key: body[key] for key in ("step", "path", "export")})
+        run.checkpoints.append(body["step"])
+        return {}
+
+    async def exported(member, body):
+        run.exported.append(body["step"])
         return {}
 
     handlers = {
@@ -126,6 +131,7 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         "next_step": next_step,
         "trained": trained,
         "checkpoint": checkpoint,
+        "exported": exported,
     }
     server = ControlServer(
         run.folder.token.read_text(),
@@ -177,10 +183,8 @@ def test_a_run_from_its_start_to_its_export(run, results):
         assert run.metrics[step]["train/loss"] == pytest.approx(float(expected[f"{step}:train/loss"]), abs=1e-6)
         assert {"train/wait_s", "train/step_s", "train/send_s", "train/grad_norm"} <= run.metrics[step].keys()
 
-    assert run.checkpoints == [
-        {"step": 2, "path": "checkpoints/step_000002", "export": None},
-        {"step": 3, "path": "checkpoints/step_000003", "export": "export"},
-    ]
+    assert run.checkpoints == [2, 3]
+    assert run.exported == [3]
     exported = load_file(run.folder.export / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in run.versions["0:3"].items())
     assert json.loads((run.folder.export / "config.json").read_text())["model_type"] == "qwen3"
