@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from prl.config.bounds import bounds_of, describe
 from prl.config.schema import Config
 
 
 def describe_options() -> str:
-    """One paragraph a section, one line a key: name, default, help."""
+    """One paragraph a section, two lines a key: name, default, help, choices or bounds."""
     return "\n".join(_lines(Config, ""))
 
 
@@ -22,7 +23,7 @@ def _lines(cls: type, prefix: str) -> Iterator[str]:
             yield f"\n{prefix}{field.name}{many}: {text}"
             yield from _lines(inner, f"{prefix}{field.name}{many}.")
         else:
-            yield f"  {prefix}{field.name} = {_default(field)}\n      {text}{_choices(kind)}"
+            yield f"  {prefix}{field.name} = {_default(field)}\n      {text}{_choices(kind)}{_bounds(hints[field.name])}"
 
 
 def _split_annotation(hint: Any) -> tuple[Any, str]:
@@ -41,6 +42,11 @@ def _choices(kind: Any) -> str:
     literals = [str(a) for k in (kind, *get_args(kind)) for a in get_args(k) if isinstance(a, str)]
     literals = literals or [str(a) for a in get_args(kind) if isinstance(a, str)]
     return f" [{' | '.join(dict.fromkeys(literals))}]" if literals else ""
+
+
+def _bounds(hint: Any) -> str:
+    bounds = bounds_of(hint)
+    return f" [{describe(bounds)}]" if bounds else ""
 
 
 def _default(field: "dataclasses.Field[Any]") -> str:

@@ -22,11 +22,13 @@ from prl.cluster.submission import Submission, SubmissionError
 from prl.config.checks import check, resolve_paths
 from prl.config.load import ConfigError, load, replace
 from prl.config.schema import Config
+from prl.control.ports import free_port
 from prl.runfolder.paths import RunFolder
 
 BAD_INPUT = 2
 FAILED = 1
 CANCELLED = 130
+LOCAL_HOST = "127.0.0.1"  # where the processes of a run without Slurm serve
 
 
 class _CancelledError(Exception):
@@ -97,6 +99,12 @@ def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
             )
         submission.check_not_running(folder)
         config = replace(load(folder.config, options.set), run={"folder": str(folder)})
+        step = folder.manifests()[-1][0]
+        if step >= config.run.steps:
+            raise ConfigError(
+                f"--resume {options.resume}: run.steps = {config.run.steps} are trained, the newest checkpoint is that of step "
+                f"{step}; raise run.steps: --set run.steps=N, with N above {step}"
+            )
     elif options.config is None:
         raise ConfigError("name a configuration, e.g. configs/quickstart.yaml, or a run with --resume")
     else:
@@ -109,19 +117,24 @@ def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
 
 def _check(config: Config, *, resume: bool) -> None:
     """Raises ConfigError with every problem found; prints warnings."""
-    from prl.domains.api import DomainError
-    from prl.domains.registry import check_domain
+    from prl.domains.registry import domain_problems
 
     for warning in check(config, resume=resume):
         print(f"prl-submit: warning: {warning}", file=sys.stderr)
-    problems = []
-    for domain in config.domains:
-        try:
-            check_domain(domain.name, domain.options)
-        except DomainError as error:
-            problems.append(str(error))
+    problems = domain_problems(config)
+    if config.cluster.nodes is None:
+        problems += _port_problems()
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _port_problems() -> list[str]:
+    """Every process of a local run that serves needs a port of this machine."""
+    try:
+        free_port(LOCAL_HOST)
+    except OSError as error:
+        return [f"{error.strerror}: end what holds the ports of this machine, or send the run to Slurm with --nodes"]
+    return []
 
 
 def _show(config: Config, split: Split, folder: RunFolder) -> None:

@@ -4,19 +4,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from prl.config.bounds import Above, AtLeast
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    nodes: Annotated[int | None, "nodes in all; null: this machine, without Slurm"] = None
-    train_nodes: Annotated[int, "nodes of the component that trains; the others sample"] = 1
+    nodes: Annotated[int | None, "nodes in all; null: this machine, without Slurm", AtLeast(1)] = None
+    train_nodes: Annotated[int, "nodes of the component that trains; the others sample", AtLeast(1)] = 1
     train_devices: Annotated[
-        int | None, "with one node: accelerators (without any: processes) that train; null: what tensor parallelism needs"
+        int | None,
+        "with one node: accelerators (without any: processes) that train; null: what tensor parallelism needs",
+        AtLeast(1),
     ] = None
-    gpus_per_node: Annotated[int, "accelerators a node; 0: train and sample on CPUs (gloo)"] = 0
-    replicas_per_node: Annotated[int | None, "samplers a node; null: as many as the devices allow, 1 on CPUs"] = None
-    cpus_per_node: Annotated[int | None, "CPUs asked of Slurm a node; null: the partition's default"] = None
-    memory_per_node_gib: Annotated[float | None, "memory asked of Slurm a node, in GiB; null: the partition's default"] = None
-    time_min: Annotated[int, "time limit of the job, in minutes"] = 60
+    gpus_per_node: Annotated[int, "accelerators a node; 0: train and sample on CPUs (gloo)", AtLeast(0)] = 0
+    replicas_per_node: Annotated[int | None, "samplers a node; null: as many as the devices allow, 1 on CPUs", AtLeast(1)] = (
+        None
+    )
+    cpus_per_node: Annotated[int | None, "CPUs asked of Slurm a node; null: the partition's default", AtLeast(1)] = None
+    memory_per_node_gib: Annotated[
+        float | None, "memory asked of Slurm a node, in GiB; null: the partition's default", Above(0)
+    ] = None
+    time_min: Annotated[int, "time limit of the job, in minutes", AtLeast(1)] = 60
     partition: Annotated[str | None, "Slurm partition"] = None
     account: Annotated[str | None, "Slurm account"] = None
     qos: Annotated[str | None, "Slurm quality of service"] = None
@@ -25,4 +33,6 @@ class ClusterOptions:
         "further sbatch options of both components by their long names, e.g. {constraint: h100, exclude: n3}",
     ] = field(default_factory=dict)
     setup: Annotated[tuple[str, ...], "shell lines run in the batch script before the job starts, e.g. module load"] = ()
-    interface: Annotated[str | None, "network interface of collectives, e.g. ib0; null: the one of the node's own name"] = None
+    interface: Annotated[
+        str | None, "network interface of collectives, e.g. ib0; null: NCCL and gloo choose (without Slurm: the loopback)"
+    ] = None

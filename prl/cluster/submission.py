@@ -120,6 +120,7 @@ def start_attempt(config: Config, folder: RunFolder) -> int:
     text = dump(config).encode()
     publish(folder.config, text)
     publish(folder.attempt(attempt) / "config.yaml", text)
+    folder.stop.unlink(missing_ok=True)  # meant for an attempt before this one
     _point_latest(folder, attempt)
     return attempt
 

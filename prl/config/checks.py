@@ -1,25 +1,14 @@
 """Checks over several keys, and of what the keys name: all problems at once, each with its key, its value and what to do."""
 
 import dataclasses
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from prl.config.load import ConfigError, replace
+from prl.config.hf_config import ModelConfig, UnsupportedModelError, model_config, new_model_config, read_model_config
+from prl.config.load import ConfigError, out_of_bounds, replace
+from prl.config.machine import free_memory_bytes, machine_problems
 from prl.config.schema import Config
-
-_MIB = 1024**2
-_GIB = 1024**3
-
-# Resident memory of a process before it holds any model: measured on machines without a GPU.
-_TRAINER_BYTES = 550 * _MIB
-_SAMPLER_BYTES = 1000 * _MIB
-_SMALL_PROCESS_BYTES = 150 * _MIB  # orchestrator, preprocessor, actors, verifiers and their workers
-_TRAINED_PARAMETER_BYTES = 16  # float32: weight, gradient and AdamW's two moments
-_LOADING_BYTES = 4  # a full copy while weights are loaded or sent
 
 
 def resolve_paths(config: Config, base: Path) -> Config:
@@ -39,6 +28,9 @@ def resolve_paths(config: Config, base: Path) -> Config:
 def check(config: Config, *, resume: bool = False, memory_bytes: int | None = None) -> list[str]:
     """Check a configuration whose paths are resolved, before anything is written. Gives warnings; raises ConfigError that
     lists every problem, one a line. `memory_bytes` is what this machine has free (default: asked of it)."""
+    outside = out_of_bounds(config)
+    if outside:  # the other checks reckon with these values
+        raise ConfigError("\n".join(outside))
     model, problems = _model(config)
     problems += _run(config)
     problems += _parts(config)
@@ -48,10 +40,10 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     if not resume:
         problems += _folder(config)
     if config.cluster.nodes is None:
-        problems += _machine(config, model, _free_memory_bytes() if memory_bytes is None else memory_bytes)
+        problems += machine_problems(config, model, free_memory_bytes() if memory_bytes is None else memory_bytes)
     if problems:
         raise ConfigError("\n".join(problems))
-    return _warnings(config, model)
+    return _warnings(config)
 
 
 def is_path_key(key: str) -> bool:
@@ -69,8 +61,8 @@ def _absolute(key: str, value: Any, base: Path) -> Any:
     return value
 
 
-def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
-    """The model's config.json, or what it will be, with the problems of its folder."""
+def _model(config: Config) -> tuple[ModelConfig | None, list[str]]:
+    """What the trainer makes of the model's config.json, or of what that will be, with the problems of the model's folder."""
     options = config.model
     if not options.path:
         if options.init == "random" and options.architecture is not None:
@@ -95,21 +87,14 @@ def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
     if problems:
         return None, problems
     try:
-        model = json.loads((folder / "config.json").read_text())
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"):
-            int(model[key])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return None, [f"model.path = {folder}: its config.json cannot be read: {type(error).__name__}: {error}"]
-    if model.get("model_type") not in ("qwen2", "qwen3", "llama"):
-        problems.append(f"model.path = {folder}: model_type {model.get('model_type')} is none of qwen2, qwen3, llama")
-    return model, problems
+        return read_model_config(folder), []
+    except UnsupportedModelError as error:
+        return None, [f"model.path = {folder}: prl cannot train this model: {error}"]
 
 
-def _random_model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
-    options = config.model
-    sizes = ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "ffn_size", "max_positions")
-    problems = [f"model.{key} = {getattr(options, key)}: must be at least 1" for key in sizes if getattr(options, key) < 1]
-    if not problems and options.heads % options.kv_heads:
+def _random_model(config: Config) -> tuple[ModelConfig | None, list[str]]:
+    options, problems = config.model, []
+    if options.heads % options.kv_heads:
         problems.append(f"model.kv_heads = {options.kv_heads}: must divide model.heads = {options.heads}")
     if options.head_dim % 2:
         problems.append(f"model.head_dim = {options.head_dim}: must be even (rotary positions turn pairs)")
@@ -120,47 +105,45 @@ def _random_model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
         )
     if problems:
         return None, problems
-    return {
-        "model_type": options.architecture,
-        "hidden_size": options.hidden_size,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.heads,
-        "num_key_value_heads": options.kv_heads,
-        "head_dim": options.head_dim,
-        "intermediate_size": options.ffn_size,
-        "vocab_size": 16 if options.tokenizer == "digits" else 260,
-        "tie_word_embeddings": options.tied,
-        "max_position_embeddings": options.max_positions,
-    }, []
+    return model_config(new_model_config(options, end=0, pad=0)), []
 
 
-def _fit(config: Config, model: Mapping[str, Any]) -> Iterator[str]:
+def _fit(config: Config, model: ModelConfig) -> Iterator[str]:
     """Does the model fit the split and the lengths?"""
-    heads = int(model["num_attention_heads"])
     for key, width in (
         ("train.tensor_parallel", config.train.tensor_parallel),
         ("sample.tensor_parallel", config.sample.tensor_parallel),
     ):
-        if width >= 1 and heads % width:
-            fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-            yield f"{key} = {width}: does not divide the model's {heads} query heads; choose one of {', '.join(fitting)}"
-    longest = model.get("max_position_embeddings")
-    if longest is not None and config.sample.max_model_len > int(longest):
-        yield f"sample.max_model_len = {config.sample.max_model_len}: the model has {longest} positions; lower it to that"
+        misfit = _misfit(model, width)
+        if misfit:
+            fitting = [str(n) for n in range(1, model.heads + 1) if not _misfit(model, n)]
+            yield f"{key} = {width}: {misfit}; choose one of {', '.join(fitting)}"
+    if config.sample.max_model_len > model.max_positions:
+        yield (
+            f"sample.max_model_len = {config.sample.max_model_len}: the model has {model.max_positions} positions; lower it to "
+            f"that"
+        )
+
+
+def _misfit(model: ModelConfig, width: int) -> str:
+    """Why `width` tensor-parallel ranks cannot divide the model; empty where they can. A vocabulary is padded instead, and
+    fewer key-value heads than ranks are shared by ranks that divide evenly among them."""
+    if model.heads % width:
+        return f"does not divide the model's {model.heads} query heads"
+    if model.kv_heads % width and width % model.kv_heads:
+        return f"neither divides the model's {model.kv_heads} key-value heads nor is a multiple of them"
+    rows = (model.heads + 2 * model.kv_heads) * model.head_dim
+    if rows % width:
+        return f"does not divide the model's {rows} rows of queries, keys and values"
+    if model.ffn_size % width:
+        return f"does not divide the model's feed-forward width of {model.ffn_size}"
+    return ""
 
 
 def _run(config: Config) -> Iterator[str]:
     run = config.run
-    for key in ("steps", "groups_per_step", "rollouts_per_group", "steps_per_generation", "stop_after_evaluations"):
-        if getattr(run, key) < 1:
-            yield f"run.{key} = {getattr(run, key)}: must be at least 1"
-    for key in ("max_lag", "evaluate_every_steps"):
-        if getattr(run, key) < 0:
-            yield f"run.{key} = {getattr(run, key)}: must not be negative"
     if not run.name or "/" in run.name or run.name != run.name.strip():
         yield f"run.name = {run.name!r}: give a name without slashes and outer blanks"
-    if run.evaluate_every_steps and run.evaluate_problems < 1:
-        yield f"run.evaluate_problems = {run.evaluate_problems}: must be at least 1 (evaluate_every_steps: 0 for none)"
     if run.stop_at_reward is not None and not run.evaluate_every_steps:
         yield f"run.stop_at_reward = {run.stop_at_reward}: needs evaluations; set run.evaluate_every_steps, or null here"
     if run.rollouts_per_group == 1:
@@ -171,55 +154,44 @@ def _run(config: Config) -> Iterator[str]:
 
 
 def _parts(config: Config) -> Iterator[str]:
-    train, sample, actor, preprocess, cluster = config.train, config.sample, config.actor, config.preprocess, config.cluster
-    at_least_one = {
-        "train.tensor_parallel": train.tensor_parallel,
-        "train.threads": train.threads,
-        "sample.tensor_parallel": sample.tensor_parallel,
-        "sample.threads": sample.threads,
-        "sample.max_num_seqs": sample.max_num_seqs,
-        "actor.processes": actor.processes,
-        "actor.max_groups": actor.max_groups,
-        "actor.lease_groups": actor.lease_groups,
-        "actor.max_tokens": actor.max_tokens,
-        "preprocess.pack_tokens": preprocess.pack_tokens,
-        "weights.bucket_mib": config.weights.bucket_mib,
-        "cluster.time_min": cluster.time_min,
-    }
-    for key, value in at_least_one.items():
-        if value < 1:
-            yield f"{key} = {value}: must be at least 1"
-    if train.kl_coefficient and preprocess.reference == "none":
+    train, sample, actor, control = config.train, config.sample, config.actor, config.control
+    if train.kl_coefficient > 0:
         yield (
-            f"train.kl_coefficient = {train.kl_coefficient}: the KL term needs the log-probs of a reference model, but "
-            f"preprocess.reference is none; set the coefficient to 0"
+            f"train.kl_coefficient = {train.kl_coefficient}: the KL term needs the log-probs of a reference model, and this "
+            f"version of prl has no reference model; set it to 0"
         )
     if train.sequence_parallel and train.tensor_parallel == 1:
         yield "train.sequence_parallel = true: needs train.tensor_parallel above 1; switch it off"
-    if not cluster.gpus_per_node and sample.kv_cache_mib is None:
+    if not config.cluster.gpus_per_node and sample.kv_cache_mib is None:
         yield "sample.kv_cache_mib = null: without accelerators the KV cache needs a size in MiB, e.g. 256"
     if actor.max_tokens >= sample.max_model_len:
         yield (
             f"actor.max_tokens = {actor.max_tokens}: leaves no room for a prompt in sample.max_model_len = "
             f"{sample.max_model_len}; lower the one or raise the other"
         )
-    if preprocess.pack_tokens <= actor.max_tokens:
+    if config.preprocess.pack_tokens <= actor.max_tokens:
         yield (
-            f"preprocess.pack_tokens = {preprocess.pack_tokens}: an answer of actor.max_tokens = {actor.max_tokens} and its "
-            f"prompt do not fit, so that it would be discarded; set at least sample.max_model_len = {sample.max_model_len}"
+            f"preprocess.pack_tokens = {config.preprocess.pack_tokens}: an answer of actor.max_tokens = {actor.max_tokens} and "
+            f"its prompt do not fit, so that it would be discarded; set at least sample.max_model_len = {sample.max_model_len}"
         )
-    if actor.temperature <= 0:
-        yield f"actor.temperature = {actor.temperature}: must be above 0; greedy answers of a group are all the same"
-    if not 0 < actor.top_p <= 1:
-        yield f"actor.top_p = {actor.top_p}: must be above 0 and at most 1"
+    if control.lost_after_s <= control.heartbeat_s:
+        yield (
+            f"control.lost_after_s = {control.lost_after_s}: every process would count as lost between two heartbeats "
+            f"(control.heartbeat_s = {control.heartbeat_s}); set several times that"
+        )
 
 
 def _domains(config: Config) -> Iterator[str]:
+    """What can be said without loading the domains' modules; prl.domains.registry checks the rest."""
     if not config.domains:
         yield "domains is empty: name at least one task, e.g. domains: [{name: digits}]"
+    names = [domain.name for domain in config.domains]
     for number, domain in enumerate(config.domains):
-        if domain.weight <= 0:
-            yield f"domains[{number}].weight = {domain.weight}: must be above 0; remove the domain to leave it out"
+        if domain.name in names[:number]:
+            yield (
+                f"domains[{number}].name = {domain.name}: is named already by domains[{names.index(domain.name)}]; name a task "
+                f"once, with all its data and its weight"
+            )
         for key, value in domain.options.items():
             paths = [value] if isinstance(value, str) else value
             if is_path_key(key) and isinstance(paths, list | tuple):
@@ -239,63 +211,7 @@ def _folder(config: Config) -> Iterator[str]:
         )
 
 
-def _machine(config: Config, model: Mapping[str, Any] | None, memory_bytes: int) -> Iterator[str]:
-    """Is this machine big enough for a run without Slurm?"""
-    gpus = config.cluster.gpus_per_node
-    if gpus:
-        found = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        if found < gpus:
-            yield f"cluster.gpus_per_node = {gpus}: this machine has {found}; lower it, or send the run to Slurm with --nodes"
-        return
-    if model is None:
-        return
-    needed = estimate_memory_bytes(config, model)
-    if needed > memory_bytes:
-        yield (
-            f"this machine has {memory_bytes / _GIB:.1f} GiB of memory free, the run needs about {needed / _GIB:.1f}: lower "
-            f"sample.kv_cache_mib = {config.sample.kv_cache_mib}, cluster.replicas_per_node, actor.processes or "
-            f"verifier.processes, take a smaller model, or send the run to Slurm with --nodes"
-        )
-
-
-def estimate_memory_bytes(config: Config, model: Mapping[str, Any]) -> int:
-    """What a run on this machine alone needs, without accelerators: processes, weights, optimizer and KV caches."""
-    parameters = count_parameters(model)
-    ranks = config.cluster.train_devices or config.train.tensor_parallel
-    replicas = config.cluster.replicas_per_node or 1
-    trained = parameters * _TRAINED_PARAMETER_BYTES // max(config.train.tensor_parallel, 1)
-    sampled = parameters * (4 if config.sample.dtype == "float32" else 2)
-    small = 2 + config.actor.processes + config.verifier.processes
-    return (
-        ranks * (_TRAINER_BYTES + trained)
-        + parameters * _LOADING_BYTES
-        # weights twice: those in use and the version that arrives
-        + replicas * (_SAMPLER_BYTES + 2 * sampled + (config.sample.kv_cache_mib or 0) * _MIB)
-        + small * _SMALL_PROCESS_BYTES
-    )
-
-
-def count_parameters(model: Mapping[str, Any]) -> int:
-    """Parameters of a dense decoder, from its config.json; norms and biases left out."""
-    hidden, heads = int(model["hidden_size"]), int(model["num_attention_heads"])
-    head_dim = int(model.get("head_dim") or hidden // heads)
-    kv_heads = int(model.get("num_key_value_heads") or heads)
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-    layer = attention + 3 * hidden * int(model["intermediate_size"])
-    embeddings = (1 if model.get("tie_word_embeddings") else 2) * int(model["vocab_size"]) * hidden
-    return int(model["num_hidden_layers"]) * layer + embeddings
-
-
-def _free_memory_bytes() -> int:
-    """Free memory of the machine, or of the container where that has a limit of its own."""
-    free = int(psutil.virtual_memory().available)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
-
-
-def _warnings(config: Config, model: Mapping[str, Any] | None) -> list[str]:
+def _warnings(config: Config) -> list[str]:
     found = []
     for key, value in (("temperature", config.actor.temperature), ("top_p", config.actor.top_p)):
         if value != 1:

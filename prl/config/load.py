@@ -1,9 +1,10 @@
-"""From YAML and `key=value` overrides to a Config whose every key and type was checked."""
+"""From YAML and `key=value` overrides to a Config whose every key, type and bound was checked."""
 
 import dataclasses
 import difflib
+import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -11,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from prl.config.bounds import bounds_of, describe
 from prl.config.schema import Config
 
 
@@ -19,8 +21,8 @@ class ConfigError(Exception):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply overrides of the form `train.learning_rate=1e-5`, and check every key and type. Raises
-    ConfigError naming the file, the key and the nearest known key."""
+    """Read a YAML file, apply overrides of the form `train.learning_rate=1e-5`, and check every key, type and bound.
+    Raises ConfigError naming the file, the key and the nearest known key or the bound."""
     path = Path(path)
     try:
         loaded = OmegaConf.load(path)
@@ -35,10 +37,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {error}") from error
     assert isinstance(plain, dict)
     problems: list[str] = []
-    config = _build(Config, plain, "", problems)
-    if problems:
+    config: Config | None = _build(Config, plain, "", problems)
+    if config is not None:
+        problems = out_of_bounds(config)
+    if config is None or problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
-    assert isinstance(config, Config)
     return config
 
 
@@ -51,6 +54,29 @@ def _apply(tree: DictConfig, override: str) -> None:
         OmegaConf.update(tree, key, OmegaConf.from_dotlist([f"value={text}"])["value"], force_add=True)
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"override {override!r}: {error}") from error
+
+
+def out_of_bounds(config: Config) -> list[str]:
+    """A line for each value that is outside of the bounds in its option's annotation, with key, value and bounds."""
+    return list(_out_of_bounds(config, ""))
+
+
+def _out_of_bounds(options: Any, where: str) -> Iterator[str]:
+    hints = get_type_hints(type(options), include_extras=True)
+    for field in dataclasses.fields(options):
+        value, name = getattr(options, field.name), f"{where}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _out_of_bounds(value, f"{name}.")
+        elif isinstance(value, tuple):
+            for number, item in enumerate(value):
+                if dataclasses.is_dataclass(item):
+                    yield from _out_of_bounds(item, f"{name}[{number}].")
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f"{name} = {value}: must be a finite number"
+        elif isinstance(value, int | float):
+            bounds = bounds_of(hints[field.name])
+            if not all(bound.holds(value) for bound in bounds):
+                yield f"{name} = {value}: must be {describe(bounds)}"
 
 
 def dump(config: Config) -> str:

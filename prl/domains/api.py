@@ -4,12 +4,15 @@
     async def generate_rollout(problem, sampler, context) -> Rollout
     async def score_group(problem, rollouts, context) -> Sequence[Rollout]      (optional)
     def check_options(options) -> None                                          (optional)
+    def has_held_out(options) -> bool                                           (optional)
+    NEEDS_VERIFIER = True                                                       (optional)
 
 `options` are the mapping given under `domains[i].options`. `split` is "train" or "evaluate"; both calls must give the same
 problems in the same order in every process of a run, and an empty evaluate split means that there is nothing to evaluate on.
 `generate_rollout` asks the sampler for one or more turns and gives the answer with its reward; with `score_group` the rewards
 may be set there instead, once a group. `check_options` raises DomainError for options that cannot work (a missing file, say);
-it is called before a run is submitted.
+it is called before a run is submitted. So is `has_held_out`, which says without loading them whether there will be problems
+in the evaluate split; a domain without it is taken to have some. `NEEDS_VERIFIER` refuses runs without verifier processes.
 
 SamplerError and VerifierError fail one rollout, which is tried again a few times; any other exception fails its group, which
 is counted and sampled again.

@@ -17,6 +17,7 @@ from prl.domains.api import Context, DomainError, Problem, Sampler
 from prl.domains.settings import read_options
 from prl.streams.records import Rollout
 
+NEEDS_VERIFIER = True
 VERDICTS = ("correct", "wrong", "no_answer", "unparsable", "timeout")
 _ZEROS = dict.fromkeys(VERDICTS, 0.0)
 
@@ -35,6 +36,10 @@ class Gsm8kOptions:
 
 def check_options(options: Mapping[str, Any]) -> None:
     _checked(options)
+
+
+def has_held_out(options: Mapping[str, Any]) -> bool:
+    return bool(_checked(options).evaluate_paths)
 
 
 def _checked(options: Mapping[str, Any]) -> Gsm8kOptions:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import prl.domains
+from prl.config.schema import Config
 from prl.domains.api import DomainError, GenerateRollout, Problem, ScoreGroup
 
 
@@ -20,6 +21,8 @@ class Domain:
     generate_rollout: GenerateRollout
     score_group: ScoreGroup | None
     check_options: Callable[[Mapping[str, Any]], None] | None
+    has_held_out: Callable[[Mapping[str, Any]], bool] | None
+    needs_verifier: bool
 
 
 def find_domain(name: str) -> Domain:
@@ -40,14 +43,40 @@ def find_domain(name: str) -> Domain:
         generate_rollout=module.generate_rollout,
         score_group=getattr(module, "score_group", None),
         check_options=getattr(module, "check_options", None),
+        has_held_out=getattr(module, "has_held_out", None),
+        needs_verifier=bool(getattr(module, "NEEDS_VERIFIER", False)),
     )
 
 
-def check_domain(name: str, options: Mapping[str, Any]) -> None:
-    """Raises DomainError where a run with this domain cannot start. Loads no problems."""
+def check_domain(name: str, options: Mapping[str, Any]) -> Domain:
+    """The domain. Raises DomainError where it is not there, or refuses the options. Loads no problems."""
     domain = find_domain(name)
     if domain.check_options is not None:
         domain.check_options(options)
+    return domain
+
+
+def domain_problems(config: Config) -> list[str]:
+    """A line for each thing that keeps a run from starting with its domains: modules, options, and what they need of the run.
+    Loads no problems."""
+    problems, checked, held_out = [], True, False
+    for number, entry in enumerate(config.domains):
+        try:
+            domain = check_domain(entry.name, entry.options)
+            held_out = held_out or domain.has_held_out is None or domain.has_held_out(entry.options)
+        except DomainError as error:
+            problems.append(f"domains[{number}]: {error}")
+            checked = False
+            continue
+        if domain.needs_verifier and not config.verifier.processes:
+            problems.append(f"verifier.processes = 0: domain {entry.name} needs the verifier; set at least 1")
+    every = config.run.evaluate_every_steps
+    if every and checked and not held_out:
+        problems.append(
+            f"run.evaluate_every_steps = {every}: no domain has held-out problems; give a domain some (for gsm8k "
+            f"options.evaluate_paths), or set 0"
+        )
+    return problems
 
 
 def load_split(domain: Domain, options: Mapping[str, Any], split: str, seed: int) -> Sequence[Problem]:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from prl.config.bounds import AtLeast
+
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsOptions:
     tensorboard: Annotated[bool, "write TensorBoard scalars beside the JSONL files"] = True
-    flush_s: Annotated[float, "seconds between two flushes of a process's JSONL file"] = 1.0
+    flush_s: Annotated[float, "seconds between two flushes of a process's JSONL file", AtLeast(0)] = 1.0

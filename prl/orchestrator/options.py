@@ -3,26 +3,28 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from prl.config.bounds import AtLeast
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     name: Annotated[str, "name of the run; also the Slurm job's name"] = "prl"
     folder: Annotated[str, "run folder on the shared filesystem; default: runs/<name>"] = ""
-    seed: Annotated[int, "governs initial weights and problem order"] = 1
-    steps: Annotated[int, "optimizer steps to train"] = 100
+    seed: Annotated[int, "governs initial weights and problem order", AtLeast(0)] = 1
+    steps: Annotated[int, "optimizer steps to train", AtLeast(1)] = 100
     mode: Annotated[
         Literal["pipeline", "conventional"],
         "pipeline: sample and train at once; conventional: generate, stop, train, stop",
     ] = "pipeline"
-    max_lag: Annotated[int, "oldest version that may be trained on, in optimizer steps (pipeline)"] = 4
-    steps_per_generation: Annotated[int, "optimizer steps trained on one generation (conventional)"] = 4
-    groups_per_step: Annotated[int, "groups (problems) trained on in one optimizer step"] = 32
-    rollouts_per_group: Annotated[int, "rollouts sampled for one problem"] = 16
+    max_lag: Annotated[int, "oldest version that may be trained on, in optimizer steps (pipeline)", AtLeast(0)] = 4
+    steps_per_generation: Annotated[int, "optimizer steps trained on one generation (conventional)", AtLeast(1)] = 4
+    groups_per_step: Annotated[int, "groups (problems) trained on in one optimizer step", AtLeast(1)] = 32
+    rollouts_per_group: Annotated[int, "rollouts sampled for one problem", AtLeast(1)] = 16
     order: Annotated[
         Literal["arrival", "dispatch"],
         "arrival: train on groups as they end; dispatch: in the order in which they were handed out",
     ] = "arrival"
-    evaluate_every_steps: Annotated[int, "steps between two evaluations on held-out problems; 0: never"] = 0
-    evaluate_problems: Annotated[int, "held-out problems, one sampled answer each"] = 512
+    evaluate_every_steps: Annotated[int, "steps between two evaluations on held-out problems; 0: never", AtLeast(0)] = 0
+    evaluate_problems: Annotated[int, "held-out problems, one sampled answer each", AtLeast(1)] = 512
     stop_at_reward: Annotated[float | None, "end when evaluations reach this mean reward; null: train all steps"] = None
-    stop_after_evaluations: Annotated[int, "evaluations in a row that must reach stop_at_reward"] = 2
+    stop_after_evaluations: Annotated[int, "evaluations in a row that must reach stop_at_reward", AtLeast(1)] = 2

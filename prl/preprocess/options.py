@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from prl.config.bounds import AtLeast
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions:
@@ -13,7 +15,8 @@ class PreprocessOptions:
     token_weight: Annotated[
         Literal["token", "sample"], "token: every trained token of a step weighs the same; sample: every rollout does"
     ] = "token"
-    reference: Annotated[Literal["none"], "model whose log-probs the KL term needs; none: no KL term"] = "none"
     drop_equal_groups: Annotated[bool, "discard groups whose rewards are all equal and sample others instead"] = False
     mask_cut: Annotated[bool, "rollouts cut at the token limit do not train"] = False
-    pack_tokens: Annotated[int, "tokens of one micro-batch of one trainer rank; longer rollouts are discarded"] = 8192
+    pack_tokens: Annotated[int, "tokens of one micro-batch of one trainer rank; longer rollouts are discarded", AtLeast(1)] = (
+        8192
+    )

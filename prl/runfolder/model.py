@@ -6,10 +6,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from prl.config.hf_config import new_model_config
 from prl.trainer.options import ModelOptions
-
-_CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-_ROPE_THETA = 10000.0
 
 _DIGITS = [*"0123456789", "=", "<eos>", "<pad>", "<unk>", "<unused0>", "<unused1>"]
 _BYTES_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
@@ -33,40 +31,8 @@ def write_model_folder(options: ModelOptions, folder: Path) -> None:
     _write(folder / "tokenizer_config.json", {**settings, "model_max_length": options.max_positions})
     ids = tokenizer.get_vocab()
     end, pad = ids[settings["eos_token"]], ids[settings["pad_token"]]
-    _write(folder / "config.json", _model_config(options, tokenizer.get_vocab_size(), end, pad))
+    _write(folder / "config.json", new_model_config(options, end, pad))
     _write(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": pad})
-
-
-def _model_config(options: ModelOptions, vocabulary: int, end: int, pad: int) -> dict[str, Any]:
-    assert options.architecture is not None
-    config: dict[str, Any] = {
-        "architectures": [_CLASSES[options.architecture]],
-        "model_type": options.architecture,
-        "vocab_size": vocabulary,
-        "hidden_size": options.hidden_size,
-        "intermediate_size": options.ffn_size,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.heads,
-        "num_key_value_heads": options.kv_heads,
-        "head_dim": options.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": options.max_positions,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "rope_theta": _ROPE_THETA,
-        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
-        "tie_word_embeddings": options.tied,
-        "torch_dtype": "float32",
-        "use_cache": True,
-        "bos_token_id": None,
-        "eos_token_id": end,
-        "pad_token_id": pad,
-    }
-    if options.architecture != "qwen2":  # Qwen2 always has biases on queries, keys and values
-        config["attention_bias"] = False
-    if options.architecture == "llama":
-        config["mlp_bias"] = False
-    return config
 
 
 def _digits_tokenizer() -> tuple[Tokenizer, dict[str, Any]]:

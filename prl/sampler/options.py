@@ -4,17 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from prl.config.bounds import Above, AtLeast, AtMost
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    tensor_parallel: Annotated[int, "tensor-parallel workers of a sampler"] = 1
+    tensor_parallel: Annotated[int, "tensor-parallel workers of a sampler", AtLeast(1)] = 1
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the sampler's weights and cache"] = "bfloat16"
-    max_model_len: Annotated[int, "longest prompt and answer together, in tokens"] = 4096
-    max_num_seqs: Annotated[int, "sequences sampled at once in one sampler"] = 128
-    kv_cache_mib: Annotated[int | None, "size of the KV cache in MiB; null: vLLM's choice (GPU only)"] = None
-    gpu_memory_utilization: Annotated[float, "share of a GPU's memory that vLLM may take"] = 0.9
+    max_model_len: Annotated[int, "longest prompt and answer together, in tokens", AtLeast(2)] = 4096
+    max_num_seqs: Annotated[int, "sequences sampled at once in one sampler", AtLeast(1)] = 128
+    kv_cache_mib: Annotated[int | None, "size of the KV cache in MiB; null: vLLM's choice (GPU only)", AtLeast(1)] = None
+    gpu_memory_utilization: Annotated[float, "share of a GPU's memory that vLLM may take", Above(0), AtMost(1)] = 0.9
     enforce_eager: Annotated[bool, "no graph capture (always so on CPUs)"] = False
-    threads: Annotated[int, "CPU threads of a sampler without a GPU"] = 1
+    threads: Annotated[int, "CPU threads of a sampler without a GPU", AtLeast(1)] = 1
     engine_args: Annotated[
         Mapping[str, str | int | float | bool], "further arguments of vLLM's server by their long names, e.g. {block-size: 32}"
     ] = field(default_factory=dict)

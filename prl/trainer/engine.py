@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.utils import get_model_config
 
-from prl.trainer.hf_config import ModelConfig
+from prl.config.hf_config import ModelConfig
 from prl.trainer.model import DTYPES, unwrap
 from prl.trainer.options import TrainOptions
 

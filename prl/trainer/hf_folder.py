@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from prl.config.hf_config import ModelConfig, UnsupportedModelError
 from prl.runfolder.publish import sync_folder
-from prl.trainer.hf_config import ModelConfig, UnsupportedModelError
 from prl.trainer.mapping import tensor_shapes
 
 _INDEX = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from prl.trainer.hf_config import ModelConfig
+from prl.config.hf_config import ModelConfig
 from prl.trainer.packing import PackedSequences
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from prl.trainer.hf_config import ModelConfig
+from prl.config.hf_config import ModelConfig
 from prl.trainer.model import unwrap
 
 # How shards make up the full tensor:

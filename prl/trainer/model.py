@@ -11,8 +11,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
+from prl.config.hf_config import ModelConfig
 from prl.trainer import device
-from prl.trainer.hf_config import ModelConfig
 from prl.trainer.layers import PackedAttention, PackedRotary, RMSNorm, inverse_frequencies
 from prl.trainer.options import TrainOptions
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from prl.config.bounds import Above, AtLeast, AtMost, Below
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
@@ -15,39 +17,41 @@ class ModelOptions:
         "with init: random and no path, submission writes a model folder of this architecture and the sizes below",
     ] = None
     tokenizer: Annotated[Literal["digits", "bytes"], "tokenizer written beside such a model"] = "digits"
-    hidden_size: Annotated[int, "width of such a model"] = 64
-    layers: Annotated[int, "layers of such a model"] = 2
-    heads: Annotated[int, "query heads of such a model"] = 2
-    kv_heads: Annotated[int, "key and value heads of such a model"] = 1
-    head_dim: Annotated[int, "width of a head of such a model"] = 32
-    ffn_size: Annotated[int, "width of the feed-forward layer of such a model"] = 256
+    hidden_size: Annotated[int, "width of such a model", AtLeast(1)] = 64
+    layers: Annotated[int, "layers of such a model", AtLeast(1)] = 2
+    heads: Annotated[int, "query heads of such a model", AtLeast(1)] = 2
+    kv_heads: Annotated[int, "key and value heads of such a model", AtLeast(1)] = 1
+    head_dim: Annotated[int, "width of a head of such a model", AtLeast(1)] = 32
+    ffn_size: Annotated[int, "width of the feed-forward layer of such a model", AtLeast(1)] = 256
     tied: Annotated[bool, "such a model's output layer is its embedding"] = True
-    max_positions: Annotated[int, "longest sequence of such a model, in tokens"] = 1024
+    max_positions: Annotated[int, "longest sequence of such a model, in tokens", AtLeast(1)] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    tensor_parallel: Annotated[int, "tensor-parallel ranks of the trainer"] = 1
+    tensor_parallel: Annotated[int, "tensor-parallel ranks of the trainer", AtLeast(1)] = 1
     sequence_parallel: Annotated[bool, "split norms and activations along the sequence over the tensor-parallel ranks"] = False
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the trained parameters (the optimizer's are float32)"] = (
         "float32"
     )
-    threads: Annotated[int, "CPU threads of a trainer rank"] = 1
-    learning_rate: Annotated[float, "AdamW's learning rate after the warm-up"] = 1e-6
-    warmup_steps: Annotated[int, "steps over which the learning rate rises linearly"] = 0
-    beta1: Annotated[float, "AdamW's first decay"] = 0.9
-    beta2: Annotated[float, "AdamW's second decay"] = 0.95
-    epsilon: Annotated[float, "AdamW's epsilon"] = 1e-8
-    weight_decay: Annotated[float, "AdamW's weight decay"] = 0.0
-    clip_grad: Annotated[float, "largest global gradient norm; 0: no clipping"] = 1.0
+    threads: Annotated[int, "CPU threads of a trainer rank", AtLeast(1)] = 1
+    learning_rate: Annotated[float, "AdamW's learning rate after the warm-up", AtLeast(0)] = 1e-6
+    warmup_steps: Annotated[int, "steps over which the learning rate rises linearly", AtLeast(0)] = 0
+    beta1: Annotated[float, "AdamW's first decay", AtLeast(0), Below(1)] = 0.9
+    beta2: Annotated[float, "AdamW's second decay", AtLeast(0), Below(1)] = 0.95
+    epsilon: Annotated[float, "AdamW's epsilon", Above(0)] = 1e-8
+    weight_decay: Annotated[float, "AdamW's weight decay", AtLeast(0)] = 0.0
+    clip_grad: Annotated[float, "largest global gradient norm; 0: no clipping", AtLeast(0)] = 1.0
     loss: Annotated[
         Literal["ppo", "reinforce"],
         "ppo: clipped ratio; reinforce: truncated importance weights on REINFORCE",
     ] = "ppo"
-    clip_low: Annotated[float, "ppo: lower clip distance of the ratio from 1"] = 0.2
-    clip_high: Annotated[float, "ppo: upper clip distance of the ratio from 1"] = 0.2
-    truncate: Annotated[float, "largest importance weight (reinforce)"] = 5.0
-    entropy_coefficient: Annotated[float, "weight of the entropy bonus"] = 0.0
-    kl_coefficient: Annotated[float, "weight of the k3 divergence from the reference model (needs preprocess.reference)"] = 0.0
-    checkpoint_every_steps: Annotated[int, "steps between two checkpoints; 0: only the one at the end"] = 0
+    clip_low: Annotated[float, "ppo: lower clip distance of the ratio from 1", AtLeast(0), AtMost(1)] = 0.2
+    clip_high: Annotated[float, "ppo: upper clip distance of the ratio from 1", AtLeast(0)] = 0.2
+    truncate: Annotated[float, "largest importance weight (reinforce)", Above(0)] = 5.0
+    entropy_coefficient: Annotated[float, "weight of the entropy bonus", AtLeast(0)] = 0.0
+    kl_coefficient: Annotated[
+        float, "weight of the k3 divergence from a reference model; 0 in this version, which has none", AtLeast(0)
+    ] = 0.0
+    checkpoint_every_steps: Annotated[int, "steps between two checkpoints; 0: only the one at the end", AtLeast(0)] = 0
     recompute: Annotated[bool, "recompute activations in the backward pass instead of keeping them"] = False

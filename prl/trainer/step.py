@@ -105,9 +105,7 @@ def batch_loss(batch: Batch, logprobs: Tensor, entropies: Tensor, denominator: f
         loss = loss + losses.entropy_loss(entropies, batch.weights, denominator, coefficient=options.entropy_coefficient)
     if options.kl_coefficient:
         if batch.reference_logprobs is None:
-            raise ValueError(
-                "train.kl_coefficient is set, but the step has no log-probs of a reference: set preprocess.reference"
-            )
+            raise ValueError("train.kl_coefficient is above 0, but the step has no log-probs of a reference model")
         loss = loss + losses.kl_loss(
             logprobs, batch.reference_logprobs, batch.weights, denominator, coefficient=options.kl_coefficient
         )

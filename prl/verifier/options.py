@@ -3,9 +3,15 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from prl.config.bounds import Above, AtLeast
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierOptions:
-    processes: Annotated[int, "worker processes of the pool; 0: no verifier, for domains that judge by themselves"] = 2
-    check_s: Annotated[float, "deadline of one check, in seconds; a worker that overruns it is killed and replaced"] = 5.0
-    memory_mib: Annotated[int, "address space that a worker process may take, in MiB"] = 4096
+    processes: Annotated[
+        int, "worker processes of the pool; 0: no verifier, for domains that judge by themselves", AtLeast(0)
+    ] = 2
+    check_s: Annotated[
+        float, "deadline of one check, in seconds; a worker that overruns it is killed and replaced", Above(0)
+    ] = 5.0
+    memory_mib: Annotated[int, "address space that a worker process may take, in MiB", AtLeast(1)] = 4096

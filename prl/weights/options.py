@@ -3,12 +3,16 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from prl.config.bounds import Above, AtLeast
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsOptions:
-    bucket_mib: Annotated[int, "size of one packed transfer, in MiB"] = 256
-    group_s: Annotated[float, "deadline of building the transfer group, in seconds"] = 120.0
-    update_s: Annotated[float, "deadline of one update from the first byte to the last replica's commit, in seconds"] = 120.0
+    bucket_mib: Annotated[int, "size of one packed transfer, in MiB", AtLeast(1)] = 256
+    group_s: Annotated[float, "deadline of building the transfer group, in seconds", Above(0)] = 120.0
+    update_s: Annotated[
+        float, "deadline of each part of an update (offer, staging at all replicas, commit), in seconds", Above(0)
+    ] = 120.0
     clear_cache: Annotated[bool, "recompute the KV cache of requests in flight at each new version instead of keeping it"] = (
         False
     )

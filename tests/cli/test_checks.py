@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from prl.config.checks import check, count_parameters, estimate_memory_bytes, resolve_paths
+from prl.config.checks import check, resolve_paths
+from prl.config.hf_config import model_config
 from prl.config.load import ConfigError, load, replace
+from prl.config.machine import cgroup_free_bytes, count_parameters, estimate_memory_bytes, free_memory_bytes
 from prl.config.schema import Config
 from prl.domains.options import DomainOptions
 
@@ -22,6 +24,7 @@ LLAMA = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
     "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
 }
 
 
@@ -61,11 +64,10 @@ def test_a_good_configuration_has_neither_problems_nor_warnings(good):
     [
         ("run", {"steps": 0}, "run.steps = 0: must be at least 1"),
         ("run", {"groups_per_step": 0}, "run.groups_per_step = 0: must be at least 1"),
-        ("run", {"max_lag": -1}, "run.max_lag = -1: must not be negative"),
+        ("run", {"max_lag": -1}, "run.max_lag = -1: must be at least 0"),
         ("run", {"steps_per_generation": 0}, "run.steps_per_generation = 0: must be at least 1"),
         ("run", {"rollouts_per_group": 1}, "run.rollouts_per_group = 1: preprocess.advantage = group_std compares"),
         ("run", {"stop_at_reward": 0.9}, "run.stop_at_reward = 0.9: needs evaluations; set run.evaluate_every_steps"),
-        ("run", {"evaluate_every_steps": 5, "evaluate_problems": 0}, "run.evaluate_problems = 0: must be at least 1"),
         ("run", {"name": "a/b"}, "run.name = 'a/b': give a name without slashes"),
         ("model", {"init": "pretrained", "architecture": None}, "model.path is empty: name a Hugging Face folder"),
         ("model", {"architecture": None}, "model.architecture = null: with init: random give"),
@@ -80,7 +82,11 @@ def test_a_good_configuration_has_neither_problems_nor_warnings(good):
             {"tensor_parallel": 4},
             "train.tensor_parallel = 4: does not divide the model's 2 query heads; choose one of 1, 2",
         ),
-        ("train", {"kl_coefficient": 0.1}, "train.kl_coefficient = 0.1: the KL term needs the log-probs of a reference model"),
+        (
+            "train",
+            {"kl_coefficient": 0.1},
+            "train.kl_coefficient = 0.1: the KL term needs the log-probs of a reference model, and this version of prl has no",
+        ),
         ("train", {"tensor_parallel": 1, "sequence_parallel": True}, "train.sequence_parallel = true: needs"),
         ("sample", {"tensor_parallel": 3}, "sample.tensor_parallel = 3: does not divide the model's 2 query heads"),
         ("sample", {"kv_cache_mib": None}, "sample.kv_cache_mib = null: without accelerators the KV cache needs a size"),
@@ -90,6 +96,11 @@ def test_a_good_configuration_has_neither_problems_nor_warnings(good):
         ("actor", {"processes": 0}, "actor.processes = 0: must be at least 1"),
         ("actor", {"temperature": 0.0}, "actor.temperature = 0.0: must be above 0"),
         ("actor", {"top_p": 0.0}, "actor.top_p = 0.0: must be above 0 and at most 1"),
+        (
+            "control",
+            {"lost_after_s": 1.0},
+            "control.lost_after_s = 1.0: every process would count as lost between two heartbeats",
+        ),
         ("preprocess", {"pack_tokens": 5}, "preprocess.pack_tokens = 5: an answer of actor.max_tokens = 5 and its prompt"),
         ("cluster", {"time_min": 0}, "cluster.time_min = 0: must be at least 1"),
         ("cluster", {"gpus_per_node": 500}, "cluster.gpus_per_node = 500: this machine has "),
@@ -101,14 +112,14 @@ def test_one_bad_key_gives_one_line(good, section, keys, words):
 
 
 def test_all_problems_come_at_once(good):
-    lines = problems(replace(good, run={"steps": 0}, actor={"processes": 0}, train={"tensor_parallel": 4}))
-    assert [line.split(" ")[0] for line in lines] == ["run.steps", "actor.processes", "train.tensor_parallel"]
+    lines = problems(replace(good, run={"name": ""}, actor={"max_tokens": 64}, train={"tensor_parallel": 4}))
+    assert [line.split(" ")[0] for line in lines] == ["run.name", "actor.max_tokens", "train.tensor_parallel"]
 
 
 def test_tensor_parallel_against_the_models_own_config(good, tmp_path):
     config = replace(good, model=model_folder(tmp_path / "model"))
     lines = problems(config)
-    assert lines == ["train.tensor_parallel = 2: does not divide the model's 9 query heads; choose one of 1, 3, 9"]
+    assert lines == ["train.tensor_parallel = 2: does not divide the model's 9 query heads; choose one of 1, 3"]
     assert check(replace(config, train={"tensor_parallel": 3}), memory_bytes=16 * GIB) == []
 
 
@@ -129,26 +140,78 @@ def test_an_incomplete_model_folder(good, tmp_path, missing, words):
 
 def test_a_model_that_prl_does_not_know(good, tmp_path):
     (line,) = problems(replace(good, model=model_folder(tmp_path / "model", model_type="mamba"), train={"tensor_parallel": 1}))
-    assert "model_type mamba is none of qwen2, qwen3, llama" in line
+    assert "model_type 'mamba' is not one of qwen2, qwen3, llama" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
+        ({"mlp_bias": True}, "mlp_bias = True is not supported"),
+        ({"attention_bias": True}, "attention_bias = true is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported, only default and llama3"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "the key 'factor' is missing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"vocab_size": "many"}, "vocab_size = 'many': expected a whole number of at least 1"),
+        ({"hidden_size": None}, "hidden_size = None: expected a whole number"),
+    ],
+)
+def test_a_model_that_the_trainer_would_compute_wrongly(good, tmp_path, changes, words):
+    (line,) = problems(replace(good, model=model_folder(tmp_path / "model", **changes), train={"tensor_parallel": 1}))
+    assert line.startswith(
+        f"model.path = {tmp_path / 'model'}: prl cannot train this model: {tmp_path}/model/config.json: {words}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width", "words"),
+    [
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 3, "neither divides the model's 4 key-value heads nor is a"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, "neither divides the model's 4 key-value heads nor is a"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 1534},
+            4,
+            "does not divide the model's feed",
+        ),
+        (
+            {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1152},
+            9,
+            "does not divide the model's 960 rows",
+        ),
+    ],
+)
+def test_tensor_parallel_ranks_share_heads_and_widths_evenly(good, tmp_path, sizes, width, words):
+    folder = model_folder(tmp_path / "model", head_dim=64, **sizes)
+    (line,) = problems(replace(good, model=folder, train={"tensor_parallel": width}))
+    assert line.startswith(f"train.tensor_parallel = {width}: {words}")
+    (line,) = problems(replace(good, model=folder, train={"tensor_parallel": 1}, sample={"tensor_parallel": width}))
+    assert line.startswith(f"sample.tensor_parallel = {width}: {words}")
+
+
+@pytest.mark.parametrize(("kv_heads", "width"), [(4, 2), (4, 4), (4, 12), (1, 12), (12, 6)])
+def test_fewer_key_value_heads_than_ranks_are_fine(good, tmp_path, kv_heads, width):
+    folder = model_folder(tmp_path / "model", num_attention_heads=12, num_key_value_heads=kv_heads, head_dim=48)
+    config = replace(good, model=folder, train={"tensor_parallel": width}, run={"groups_per_step": 64})
+    assert check(config, memory_bytes=1000 * GIB) == []
 
 
 def test_a_broken_model_config(good, tmp_path):
     config = replace(good, model=model_folder(tmp_path / "model"))
     (tmp_path / "model" / "config.json").write_text("{")
     (line,) = problems(config)
-    assert "its config.json cannot be read: JSONDecodeError" in line
+    assert "config.json cannot be read: JSONDecodeError" in line
 
 
 def test_domains_need_their_files(good, tmp_path):
     (tmp_path / "there.parquet").touch()
     options = {"paths": [str(tmp_path / "there.parquet"), "/no/data.jsonl"], "evaluate_paths": "/no/more.jsonl"}
-    config = dataclasses.replace(good, domains=(DomainOptions(name="gsm8k", options=options, weight=0.0),))
-    weight, train, evaluate = problems(config)
-    assert weight.startswith("domains[0].weight = 0.0: must be above 0")
+    train, evaluate = problems(dataclasses.replace(good, domains=(DomainOptions(name="gsm8k", options=options),)))
     assert train == "domains[0].options.paths = /no/data.jsonl: no such file; name the data of domain gsm8k"
     assert evaluate.startswith("domains[0].options.evaluate_paths = /no/more.jsonl: no such file")
     (line,) = problems(dataclasses.replace(good, domains=()))
     assert line.startswith("domains is empty")
+    (line,) = problems(dataclasses.replace(good, domains=(DomainOptions(name="digits"), DomainOptions(name="digits"))))
+    assert line.startswith("domains[1].name = digits: is named already by domains[0]")
 
 
 def test_a_folder_that_holds_another_run(good):
@@ -169,18 +232,38 @@ def test_a_machine_with_too_little_memory(good):
 
 def test_parameters_of_known_models():
     # SmolLM2-135M has 134,515,008 parameters, of which 35,136 are norms.
-    assert count_parameters(LLAMA) == 134_515_008 - 35_136
+    assert count_parameters(model_config(LLAMA)) == 134_515_008 - 35_136
     # Qwen2.5-7B has 7,615,616,512, of which 128,512 + 71,680 are biases and norms.
     qwen = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
-    qwen |= {"intermediate_size": 18944, "vocab_size": 152064}
-    assert count_parameters(qwen) == pytest.approx(7_615_616_512, rel=1e-4)
+    qwen |= {"intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False, "model_type": "qwen2"}
+    assert count_parameters(model_config({**LLAMA, **qwen})) == pytest.approx(7_615_616_512, rel=1e-4)
 
 
 def test_memory_grows_with_what_is_asked_for(good):
-    base = estimate_memory_bytes(good, LLAMA)
+    model = model_config(LLAMA)
+    base = estimate_memory_bytes(good, model)
     more = replace(good, sample={"kv_cache_mib": 64 + 1024})
-    assert estimate_memory_bytes(more, LLAMA) - base == GIB
-    assert estimate_memory_bytes(replace(good, cluster={"replicas_per_node": 2}), LLAMA) > base + GIB
+    assert estimate_memory_bytes(more, model) - base == GIB
+    assert estimate_memory_bytes(replace(good, cluster={"replicas_per_node": 2}), model) > base + GIB
+
+
+def cgroup(folder, **files):
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def test_cached_files_count_as_free_memory(tmp_path):
+    stat = "anon 300\nfile 500\ninactive_file 400\nactive_file 100"
+    cgroup(tmp_path / "two", memory__max=1000, memory__current=850, memory__stat=stat)
+    assert cgroup_free_bytes(tmp_path / "two") == 550
+    cgroup(tmp_path / "open", memory__max="max", memory__current=850, memory__stat=stat)
+    assert cgroup_free_bytes(tmp_path / "open") is None
+    stat = "cache 500\ninactive_file 1\ntotal_inactive_file 400"
+    cgroup(tmp_path / "one" / "memory", memory__limit_in_bytes=1000, memory__usage_in_bytes=850, memory__stat=stat)
+    assert cgroup_free_bytes(tmp_path / "one") == 550
+    assert cgroup_free_bytes(tmp_path / "none") is None
+    assert free_memory_bytes() > 0
 
 
 def test_warnings_do_not_stop_a_run(good):

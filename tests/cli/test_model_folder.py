@@ -1,12 +1,12 @@
 """What submission writes for a model from random weights loads with Hugging Face's classes."""
 
 import pytest
+import transformers
 from tokenizers import Tokenizer
 
+from prl.config.hf_config import VOCABULARIES, read_model_config
 from prl.runfolder.model import write_model_folder
 from prl.trainer.options import ModelOptions
-
-transformers = pytest.importorskip("transformers")
 
 
 def write(tmp_path, **options):
@@ -57,6 +57,12 @@ def test_the_config_makes_the_model(tmp_path, architecture, name, parameters):
     assert config.tie_word_embeddings is True
     assert config.max_position_embeddings == 1024
     assert (config.eos_token_id, config.pad_token_id) == (11, 12)
+
+
+@pytest.mark.parametrize("tokenizer", sorted(VOCABULARIES))
+def test_the_config_has_the_tokenizers_vocabulary(tmp_path, tokenizer):
+    folder = write(tmp_path, architecture="qwen2", tokenizer=tokenizer)
+    assert read_model_config(folder).vocabulary == Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
 
 
 def test_untied(tmp_path):

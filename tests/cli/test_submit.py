@@ -68,6 +68,14 @@ def test_dry_run_prints_the_plan_and_the_script_and_writes_nothing(config, capsy
         (["c.yaml", "--nodes", "1", "--set", "cluster.train_nodes=2"], "cluster.train_nodes = 2: with one node"),
         (["c.yaml", "--nodes", "2", "--set", "cluster.sbatch.output=x"], "cluster.sbatch.output: is set by prl-submit"),
         (["c.yaml", "--set", "domains=[{name: digitz}]"], "there is no domain digitz"),
+        (
+            ["c.yaml", "--set", "domains=[{name: gsm8k, options: {paths: [c.yaml]}}]"],
+            "verifier.processes = 0: domain gsm8k needs the verifier; set at least 1",
+        ),
+        (
+            ["c.yaml", "--set", "domains=[{name: gsm8k, options: {paths: [c.yaml]}}]", "run.evaluate_every_steps=5"],
+            "run.evaluate_every_steps = 5: no domain has held-out problems",
+        ),
         (["--resume", "runs/none"], "no run lies there"),
         (["c.yaml", "--resume", "runs/none"], "leave out c.yaml"),
     ],
@@ -91,6 +99,14 @@ def test_slurm_without_a_controller_is_an_error_and_writes_nothing(config, capsy
         "asks for 2 Slurm nodes, but (no Slurm controller answers|scontrol: no such program)", capsys.readouterr().err
     )
     assert files(config) == ["c.yaml", "slurm.conf"]
+
+
+def test_a_machine_without_a_free_port(config, capsys, monkeypatch):
+    monkeypatch.setattr(submit, "LOCAL_HOST", "192.0.2.1")  # an address that no machine has: no port can be bound on it
+    assert submit.main(["c.yaml"]) == 2
+    assert "no free port on 192.0.2.1: Cannot assign requested address" in capsys.readouterr().err
+    assert submit.main(["c.yaml", "--nodes", "2", "--dry-run"]) == 0
+    assert files(config) == ["c.yaml"]
 
 
 def test_a_bad_sbatch_option_writes_nothing(config, capsys):
@@ -120,6 +136,9 @@ def test_resume_needs_a_finished_checkpoint(config, capsys):
     assert "no finished checkpoint to go on from" in capsys.readouterr().err
     (config / "runs/one/checkpoints/step_000010/manifest.json").write_text("{}")
     assert submit.main(["--resume", "runs/one", "--dry-run"]) == 0
+    assert submit.main(["--resume", "runs/one", "--set", "run.steps=10"]) == 2
+    error = capsys.readouterr().err
+    assert "run.steps = 10 are trained, the newest checkpoint is that of step 10; raise run.steps: --set run.steps=N" in error
     os.chdir("/")
     process = with_function("fail", "--resume", str(config / "runs/one"), "--set", "run.steps=30")
     assert process.wait(60) == 1
@@ -183,8 +202,8 @@ def test_slurm_with_wait_follows_the_job(config):
 def test_options_lists_every_key_with_help_and_default(capsys):
     assert submit.main(["--options"]) == 0
     out = capsys.readouterr().out
-    assert "  train.learning_rate = 1e-06\n      AdamW's learning rate after the warm-up\n" in out
-    assert "  cluster.nodes = null\n      nodes in all; null: this machine, without Slurm\n" in out
+    assert "  train.learning_rate = 1e-06\n      AdamW's learning rate after the warm-up [at least 0]\n" in out
+    assert "  cluster.nodes = null\n      nodes in all; null: this machine, without Slurm [at least 1]\n" in out
     assert "domains[]: the tasks that are trained on\n  domains[].name = (must be given)\n" in out
     assert "[pipeline | conventional]" in out
 

@@ -1,11 +1,15 @@
 """Loading: every key known, every type right, every message naming the key and the way out."""
 
+import dataclasses
 import subprocess
 import sys
+from typing import get_args, get_type_hints
 
 import pytest
 
-from prl.config.load import ConfigError, dump, load, replace
+from prl.config.bounds import bounds_of
+from prl.config.load import ConfigError, dump, load, out_of_bounds, replace
+from prl.config.schema import Config
 
 GOOD = """
 run: {steps: 10, stop_at_reward: 1}
@@ -86,6 +90,55 @@ def test_all_problems_come_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(written(tmp_path, "run: {stepz: 1, seed: x}\ntrain: {lr: 1}"))
     assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("control.wait_s=-5", "control.wait_s = -5.0: must be above 0"),
+        ("control.heartbeat_s=0", "control.heartbeat_s = 0.0: must be above 0"),
+        ("actor.rollout_tries=0", "actor.rollout_tries = 0: must be at least 1"),
+        ("actor.temperature=0", "actor.temperature = 0.0: must be above 0"),
+        ("actor.top_p=1.5", "actor.top_p = 1.5: must be above 0 and at most 1"),
+        ("train.learning_rate=-1", "train.learning_rate = -1.0: must be at least 0"),
+        ("train.learning_rate=.nan", "train.learning_rate = nan: must be a finite number"),
+        ("train.beta2=1", "train.beta2 = 1.0: must be at least 0 and below 1"),
+        ("run.stop_at_reward=.inf", "run.stop_at_reward = inf: must be a finite number"),
+        ("run.evaluate_problems=0", "run.evaluate_problems = 0: must be at least 1"),
+        ("sample.gpu_memory_utilization=7", "sample.gpu_memory_utilization = 7.0: must be above 0 and at most 1"),
+        ("sample.kv_cache_mib=0", "sample.kv_cache_mib = 0: must be at least 1"),
+        ("streams.roll_groups=0", "streams.roll_groups = 0: must be at least 1"),
+        ("verifier.check_s=0", "verifier.check_s = 0.0: must be above 0"),
+        ("weights.update_s=0", "weights.update_s = 0.0: must be above 0"),
+        ("model.layers=0", "model.layers = 0: must be at least 1"),
+        ("domains.0.weight=0", "domains[0].weight = 0.0: must be above 0"),
+        ("cluster.nodes=0", "cluster.nodes = 0: must be at least 1"),
+    ],
+)
+def test_values_stay_within_their_bounds(tmp_path, override, words):
+    with pytest.raises(ConfigError) as caught:
+        load(written(tmp_path, GOOD), [override])
+    assert str(caught.value) == f"{tmp_path / 'config.yaml'}: {words}"
+
+
+def test_every_number_has_a_bound_or_may_be_anything():
+    """A new option with a number in it needs a thought about its bounds."""
+    free = {"run.stop_at_reward"}
+    assert set(unbounded(Config, "")) == free
+
+
+def unbounded(cls, where):
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        kind = get_args(hint)[0]
+        inner = [c for c in (kind, *get_args(kind)) if dataclasses.is_dataclass(c)]
+        if inner:
+            yield from unbounded(inner[0], f"{where}{name}.")
+        elif {int, float} & {kind, *get_args(kind)} and not bounds_of(hint):
+            yield f"{where}{name}"
+
+
+def test_the_defaults_are_within_their_bounds():
+    assert out_of_bounds(Config()) == []
 
 
 def test_a_missing_file_and_a_bad_override(tmp_path):

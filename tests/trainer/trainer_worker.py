@@ -31,10 +31,10 @@ def main(folder: Path) -> None:
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from torch.nn import functional
 
+    from prl.config.hf_config import read_model_config
     from prl.trainer import vocab_parallel
     from prl.trainer.checkpoint import load_checkpoint, save_checkpoint
     from prl.trainer.engine import Engine, build_engine
-    from prl.trainer.hf_config import read_model_config
     from prl.trainer.hf_folder import read_weights, write_folder
     from prl.trainer.mapping import export_weights, load_weights, random_weights, tensor_shapes
     from prl.trainer.model import build_model

@@ -1,4 +1,5 @@
-"""A model's config.json in Hugging Face's form, read into what the trainer needs. No transformers import: it costs seconds."""
+"""A model's config.json in Hugging Face's form: read into what the trainer needs, and made for a model that starts from random
+weights. No transformers import: it costs seconds."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = ("qwen2", "qwen3", "llama")
+from prl.trainer.options import ModelOptions
+
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+VOCABULARIES = {"digits": 16, "bytes": 260}  # tokens of the tokenizers that prl.runfolder.model writes
+_ROPE_THETA = 10000.0
 
 
 class UnsupportedModelError(Exception):
@@ -56,11 +61,11 @@ def read_model_config(folder: Path) -> ModelConfig:
     """From `folder`/config.json. Raises UnsupportedModelError with the key that is in the way."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text())
+        return model_config(json.loads(path.read_text()))
     except FileNotFoundError:
         raise UnsupportedModelError(f"{path} does not exist: model.path must be a Hugging Face model folder") from None
-    try:
-        return model_config(raw)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UnsupportedModelError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     except KeyError as error:
         raise UnsupportedModelError(f"{path}: the key {error.args[0]!r} is missing") from None
     except UnsupportedModelError as error:
@@ -78,21 +83,66 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     if architecture != "qwen2" and raw.get("attention_bias", False):
         raise UnsupportedModelError("attention_bias = true is not supported")
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    turned = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0
+    if turned != 1.0:
+        raise UnsupportedModelError(f"partial_rotary_factor = {turned} is not supported, only 1")
+    heads, hidden_size = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
     return ModelConfig(
         architecture=architecture,
-        vocabulary=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        ffn_size=raw["intermediate_size"],
-        layers=raw["num_hidden_layers"],
-        heads=raw["num_attention_heads"],
-        kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        norm_epsilon=raw["rms_norm_eps"],
+        vocabulary=_size(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        ffn_size=_size(raw, "intermediate_size"),
+        layers=_size(raw, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads"),
+        head_dim=hidden_size // heads if raw.get("head_dim") is None else _size(raw, "head_dim"),
+        norm_epsilon=float(raw["rms_norm_eps"]),
         tied=raw.get("tie_word_embeddings", False),
-        max_positions=raw["max_position_embeddings"],
-        rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        max_positions=_size(raw, "max_position_embeddings"),
+        rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", _ROPE_THETA))),
         rope_scaling=_rope_scaling(rope),
     )
+
+
+def new_model_config(options: ModelOptions, end: int, pad: int) -> dict[str, Any]:
+    """The contents of a config.json for a model of an architecture and sizes, whose tokenizer ends a text with the token `end`
+    and fills up with `pad`."""
+    assert options.architecture is not None
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[options.architecture]],
+        "model_type": options.architecture,
+        "vocab_size": VOCABULARIES[options.tokenizer],
+        "hidden_size": options.hidden_size,
+        "intermediate_size": options.ffn_size,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.kv_heads,
+        "head_dim": options.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": options.max_positions,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "rope_theta": _ROPE_THETA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
+        "tie_word_embeddings": options.tied,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+    }
+    if options.architecture != "qwen2":  # Qwen2 always has biases on queries, keys and values
+        config["attention_bias"] = False
+    if options.architecture == "llama":
+        config["mlp_bias"] = False
+    return config
+
+
+def _size(raw: Mapping[str, Any], key: str) -> int:
+    value = raw[key]
+    if type(value) is not int or value < 1:
+        raise UnsupportedModelError(f"{key} = {value!r}: expected a whole number of at least 1")
+    return value
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:

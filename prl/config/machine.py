@@ -1,0 +1,87 @@
+"""Whether a run without Slurm fits this machine: its memory and its accelerators."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from prl.config.hf_config import ModelConfig
+from prl.config.schema import Config
+
+_MIB = 1024**2
+_GIB = 1024**3
+
+# Resident memory of a process beside weights, optimizer and KV cache, which are counted from the model. Measured on the
+# quickstart (two cores, no GPU, a model of 0.5 MB, a KV cache of 64 MiB): a sampler with its engine 1.4 GB, a trainer rank
+# 1.0 GB, an actor or the preprocessor 0.12 GB. Pages that processes share count in each, so the sum is on the safe side.
+_SAMPLER_BYTES = 1270 * _MIB
+_TRAINER_BYTES = 950 * _MIB
+_SMALL_PROCESS_BYTES = 115 * _MIB  # orchestrator, preprocessor, actors, verifiers and their workers
+_TRAINED_PARAMETER_BYTES = 16  # float32: weight, gradient and AdamW's two moments
+_LOADING_BYTES = 4  # a full copy while weights are loaded or sent
+
+
+def machine_problems(config: Config, model: ModelConfig | None, memory_bytes: int) -> Iterator[str]:
+    """What this machine, with so much memory free, lacks for the run; a model that is not known is left out of account."""
+    gpus = config.cluster.gpus_per_node
+    if gpus:
+        found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        if found < gpus:
+            yield f"cluster.gpus_per_node = {gpus}: this machine has {found}; lower it, or send the run to Slurm with --nodes"
+        return
+    if model is None:
+        return
+    needed = estimate_memory_bytes(config, model)
+    if needed > memory_bytes:
+        yield (
+            f"this machine has {memory_bytes / _GIB:.1f} GiB of memory free, the run needs about {needed / _GIB:.1f}: lower "
+            f"sample.kv_cache_mib = {config.sample.kv_cache_mib}, cluster.replicas_per_node, actor.processes or "
+            f"verifier.processes, take a smaller model, or send the run to Slurm with --nodes"
+        )
+
+
+def estimate_memory_bytes(config: Config, model: ModelConfig) -> int:
+    """What a run on this machine alone needs, without accelerators: processes, weights, optimizer and KV caches."""
+    parameters = count_parameters(model)
+    ranks = config.cluster.train_devices or config.train.tensor_parallel
+    replicas = config.cluster.replicas_per_node or 1
+    trained = parameters * _TRAINED_PARAMETER_BYTES // config.train.tensor_parallel
+    sampled = parameters * (4 if config.sample.dtype == "float32" else 2)
+    small = 2 + config.actor.processes + config.verifier.processes
+    return (
+        ranks * (_TRAINER_BYTES + trained)
+        + parameters * _LOADING_BYTES
+        # weights twice: those in use and the version that arrives
+        + replicas * (_SAMPLER_BYTES + 2 * sampled + (config.sample.kv_cache_mib or 0) * _MIB)
+        + small * _SMALL_PROCESS_BYTES
+    )
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Parameters of a dense decoder; norms and biases left out."""
+    attention = 2 * model.hidden_size * model.head_dim * (model.heads + model.kv_heads)
+    layer = attention + 3 * model.hidden_size * model.ffn_size
+    return model.layers * layer + (1 if model.tied else 2) * model.vocabulary * model.hidden_size
+
+
+def free_memory_bytes() -> int:
+    """Free memory of the machine, or of the container where that has a limit of its own."""
+    free = int(psutil.virtual_memory().available)
+    limited = cgroup_free_bytes(Path("/sys/fs/cgroup"))
+    return free if limited is None else min(free, limited)
+
+
+def cgroup_free_bytes(root: Path) -> int | None:
+    """What a control group leaves: its limit less what is used, where files that the kernel keeps in memory and would give up
+    (inactive_file) count as free. `root` is where cgroups are mounted, version 2 or 1. None where there is no limit."""
+    for folder, limit_name, used_name, inactive in (
+        (root, "memory.max", "memory.current", "inactive_file"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit, used = (folder / limit_name).read_text().strip(), int((folder / used_name).read_text())
+            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except FileNotFoundError:
+            continue
+        return None if limit == "max" else int(limit) - used + int(counts.get(inactive, 0))
+    return None
