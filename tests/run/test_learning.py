@@ -40,7 +40,6 @@ def test_a_run_stopped_half_way_learns_on_after_it_is_resumed(tmp_path):
     stopped = running.exit
     assert "asked to stop" in stopped["cause"]
     assert 40 <= stopped["steps"] < 100
-    folder.stop.unlink()
     resumed = submit(folder.path, "--resume", folder.path)
     assert resumed.code == 0, resumed.logs()
     assert learned(resumed), resumed.held_out()

@@ -6,11 +6,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from whole_runs import learned, submit
 
 from prl.flow.versions import Version
 from prl.streams.ledger import ledger_events, read_ledger
+from prl.weights.digest import digest
 
 pytestmark = pytest.mark.deadline(600)
 
@@ -46,9 +48,18 @@ def test_the_lag_stays_within_its_limit_and_is_no_zero(quickstart):
     assert max(lags) >= 1  # it is asynchronous
 
 
-def test_samplers_served_exactly_the_exported_model(quickstart):
-    """Log-probs that vLLM recorded under the last version equal those of the exported folder in transformers: the same
-    weights on both sides, bit for bit through export, transfer and copy."""
+def test_the_exported_model_has_the_digest_of_the_last_version(quickstart):
+    """What all samplers served last, by the digest of their live parameters, is what the folder holds, bit for bit."""
+    last = quickstart.events("weights")[-1].labels
+    assert last["version"] == f"0:{quickstart.exit['steps']}"
+    exported = load_file(quickstart.folder.export / "model.safetensors")
+    assert str(digest(exported)) == last["digest"]
+    digests = [event.labels["digest"] for event in quickstart.events("weights")]
+    assert len(set(digests)) == len(digests)  # every step changed the weights
+
+
+def test_samplers_computed_what_transformers_computes_with_the_exported_model(quickstart):
+    """Log-probs that vLLM recorded under the last version equal those of the exported folder in transformers."""
     final = Version(0, quickstart.exit["steps"])
     answers = [
         turn
