@@ -1,4 +1,4 @@
-"""What all tests share: no test may hang, and the ones that need a Slurm cluster are skipped where there is none."""
+"""What all tests share: no test may hang, and the ones that need a Slurm cluster are left out where there is none."""
 
 import faulthandler
 import os
@@ -17,13 +17,17 @@ def pytest_configure(config):
     config.addinivalue_line("markers", f"deadline(seconds): a test's limit, if it is not {DEADLINE_S} s")
 
 
-def pytest_collection_modifyitems(items):
-    if "SLURM_CONF" in os.environ:
-        return
-    no_cluster = pytest.mark.skip(reason="no lab cluster: tools/test.sh brings one up where Slurm can be had")
-    for item in items:
-        if item.get_closest_marker("slurm"):
-            item.add_marker(no_cluster)
+def pytest_collection_modifyitems(config, items):
+    """Leave out what this machine cannot run: tools/test.sh says so, and exports what tools/slurmlab.sh prints."""
+    lacking = set()
+    if "SLURM_CONF" not in os.environ:
+        lacking.add("slurm")
+    if os.environ.get("PRL_LAB_MODE") != "netns":
+        lacking.add("slurm_netns")
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in lacking)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

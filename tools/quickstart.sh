@@ -3,8 +3,9 @@
 #   bash tools/quickstart.sh [options of prl-submit, e.g. --set run.seed=2]
 # Every call trains in a new run folder (runs/quickstart, runs/quickstart-2, ...). Needs Python 3.11 and about 4 GB of disk.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-case ${1:-} in -h | --help) sed -n '2,4s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+script=$(realpath "$0")
+cd "$(dirname "$script")/.."
+case ${1:-} in -h | --help) sed -n '2,4s/^# \{0,1\}//p' "$script"; exit 0 ;; esac
 
 bash tools/setup.sh
 

@@ -4,14 +4,15 @@
 #   bash tools/setup.sh --dev    and what the tests need (ruff, mypy, hypothesis, math-verify, ...)
 # PYTHON names the interpreter (default: the first python3.11 that works). On GPUs use `pip install prl[gpu]` instead.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+script=$(realpath "$0")
+cd "$(dirname "$script")/.."
 locks=tools/requirements
 venv=.venv
 want_dev=0
 for arg in "$@"; do
   case $arg in
     --dev) want_dev=1 ;;
-    -h | --help) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,5s/^# \{0,1\}//p' "$script"; exit 0 ;;
     *) echo "setup: unknown option '$arg' (see --help)" >&2; exit 2 ;;
   esac
 done
@@ -53,7 +54,7 @@ install_torch() {
 
 # A stamp says what was installed, so that an interrupted or outdated set-up is done again and a good one is not.
 done_already() { [ -f "$venv/$1" ] && [ "$(cat "$venv/$1")" = "$2" ]; }
-base_stamp=$(cat $locks/cpu.lock $locks/megatron.lock $locks/build.lock setup.cfg "$0" | sha256sum)
+base_stamp=$(cat $locks/cpu.lock $locks/megatron.lock $locks/build.lock setup.cfg "$script" | sha256sum)
 dev_stamp=$(cat $locks/extras.lock | sha256sum)
 
 if ! done_already prl-base "$base_stamp"; then

@@ -329,7 +329,7 @@ case ${1:-} in
   up) up ;;
   down) stop_all && echo "slurmlab: down" ;;
   status) sinfo -N -o '%N %T %c %m %G %E' && squeue ;;
-  env) echo "export SLURM_CONF=$SLURM_CONF" ;;
+  env) echo "export SLURM_CONF=$SLURM_CONF PRL_LAB_MODE=$MODE" ;;
   packages) packages ;;
   exec) shift && in_node "$@" ;;
   kill-node) kill_node "$2" ;;

@@ -4,17 +4,18 @@
 #   bash tools/test.sh --all [pytest's options]     and the slow suites, one shard (folder of tests/) after another
 #   bash tools/test.sh --shard NAME [...]           the slow suites of one folder alone
 #   bash tools/test.sh tests/flow [...]             the quick tests there; with --all, all of them
-#   bash tools/test.sh --no-slurm [...]             without the cluster; the tests that need it are skipped
+#   bash tools/test.sh --no-slurm [...]             without the cluster; the tests that need it are not run
 # Stops at the first step or shard that fails. As root on Debian or Ubuntu it installs Slurm's packages with apt.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+script=$(realpath "$0")
+cd "$(dirname "$script")/.."
 exec </dev/null
-unset SLURM_CONF # the tests' jobs go to the lab cluster or nowhere
+unset SLURM_CONF PRL_LAB_MODE # the tests' jobs go to the lab cluster or nowhere
 
 all=0 shard='' want_slurm=1
 while [ $# -gt 0 ]; do
   case $1 in
-    -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$script"; exit 0 ;;
     --all) all=1; shift ;;
     --shard) shard=${2:?"--shard needs the name of a folder of tests/"}; shift 2 ;;
     --no-slurm) want_slurm=0; shift ;;
@@ -43,7 +44,7 @@ install_slurm() {
   export DEBIAN_FRONTEND=noninteractive
   { apt-get -qq update && apt-get -qq install -y --no-install-recommends $slurm_packages; } >"$log" 2>&1 || {
     tail -20 "$log" >&2
-    die "apt could not install Slurm (above). Install $slurm_packages by hand, or skip its tests with --no-slurm"
+    die "apt could not install Slurm (above). Install $slurm_packages by hand, or leave its tests out with --no-slurm"
   }
 }
 
@@ -72,11 +73,12 @@ if [ $want_slurm = 1 ]; then
     cluster_up=1 # before `up`: what a failed `up` leaves is taken down, too
     bash tools/slurmlab.sh up >"$log" 2>&1 || { cat "$log" >&2; die "the lab cluster did not come up (above); --no-slurm tests without it"; }
     eval "$(bash tools/slurmlab.sh env)"
+    [ "$PRL_LAB_MODE" = netns ] || say "tests marked slurm_netns are not run: nodes get networks of their own only as root, where making them is allowed"
   else
-    say "tests marked slurm are skipped: no $missing here, and only root with apt can install it"
+    say "tests marked slurm are not run: no $missing here, and only root with apt can install it"
   fi
 else
-  say "tests marked slurm are skipped, as --no-slurm asks"
+  say "tests marked slurm are not run, as --no-slurm asks"
 fi
 
 # Folders of tests/ with slow tests in them: a shard each.

@@ -47,8 +47,10 @@ def job_state(job_id: str, runner: Runner = run) -> str | None:
     if queue.code != 0 and "Invalid job id" not in queue.err:
         raise ProgramError(f"squeue: {queue.err.strip() or queue.out.strip()}")
     account: Output = runner(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"], timeout_s=30.0, check=False)
+    if account.code != 0 and "accounting storage is disabled" not in account.err:
+        raise ProgramError(f"sacct: {account.err.strip() or account.out.strip()}")
     states = [line for line in account.out.splitlines() if line.strip()]
-    return fold_states(states) if account.code == 0 and states else None
+    return fold_states(states) if states else None
 
 
 def ended(state: str | None) -> bool:

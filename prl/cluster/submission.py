@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,10 +29,11 @@ from prl.runfolder.publish import publish, publish_json
 from prl.runfolder.snapshot import snapshot_code
 
 SLURM_POLL_S = 5.0  # between two questions about a job's state
+SLURM_SILENCE_S = 600.0  # that Slurm may give no answer (a controller restarts, say) before nobody waits for it any more
 
 
 class SubmissionError(Exception):
-    """The job could not be submitted; the message carries what submitit or sbatch said."""
+    """The job could not be submitted, or Slurm has not answered for too long; the message carries what it said."""
 
 
 @dataclass
@@ -44,7 +44,11 @@ class Submission:
     attempt: int
     kind: Kind
     job: core.Job[Any]
-    _next_question: float = 0.0  # to Slurm, on the monotonic clock
+    ask: Callable[[str], str | None] = job_state  # Slurm, for a job's state
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    _next_question: float = 0.0  # to Slurm, on the clock
+    _silent_since: float | None = None
 
     @property
     def job_id(self) -> str:
@@ -52,19 +56,35 @@ class Submission:
         return str(self.job.job_id)
 
     def ended(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` seconds for the job's end; whether it has ended. Asks Slurm every few seconds at most."""
+        """Wait up to `wait_s` seconds for the job's end; whether it has ended. Asks Slurm every few seconds at most. Raises
+        SubmissionError once Slurm has given no answer for SLURM_SILENCE_S; the job goes on then."""
         if self.kind == "local":
             return _wait_process(self._process, wait_s)
-        threading.Event().wait(wait_s)
-        if time.monotonic() < self._next_question:
+        self.sleep(wait_s)
+        now = self.clock()
+        if now < self._next_question:
             return False
-        self._next_question = time.monotonic() + SLURM_POLL_S
-        return ended(job_state(self.job_id))
+        self._next_question = now + SLURM_POLL_S
+        try:
+            state = self.ask(self.job_id)
+        except ProgramError as error:
+            self._silent_since = now if self._silent_since is None else self._silent_since
+            if now - self._silent_since < SLURM_SILENCE_S:
+                return False
+            raise SubmissionError(
+                f"Slurm has not answered for {SLURM_SILENCE_S / 60:g} minutes ({error}); job {self.job_id} is left as it is: "
+                f"see squeue -j {self.job_id} and prl-report {self.run}, end it with scancel {self.job_id}"
+            ) from None
+        self._silent_since = None
+        return ended(state)
 
     def state(self) -> str:
         """The job's state in Slurm's words."""
         if self.kind != "local":
-            return job_state(self.job_id) or "UNKNOWN"
+            try:
+                return self.ask(self.job_id) or "UNKNOWN"
+            except ProgramError as error:
+                return f"UNKNOWN ({error})"
         code = self._process.poll()
         return "RUNNING" if code is None else "COMPLETED" if self.traceback() is None else "FAILED"
 

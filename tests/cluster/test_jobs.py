@@ -169,10 +169,9 @@ def test_a_heterogeneous_job_on_three_nodes(tmp_path, slurm_cluster):
 
 
 @pytest.mark.slurm
+@pytest.mark.slurm_netns
 def test_nodes_of_the_lab_have_addresses_of_their_own(tmp_path, slurm_cluster):
     nodes = subprocess.run(["scontrol", "-o", "show", "node"], capture_output=True, text=True, check=True, timeout=30).stdout
-    if "NodeAddr=127.0.0.1" in nodes:
-        pytest.skip("the lab cluster runs in MODE=flat: all its nodes share this machine's address")
     job = start(tmp_path, jobs.tell, nodes=2)
     wait(job)
     addresses = [address for component in job.job.results()[0]["hosts"] for _, address in component]

@@ -87,5 +87,9 @@ def test_a_job_that_left_the_queue_is_looked_up_in_the_accounting():
     assert job_state("63", answers(squeue=Output(0, "RUNNING\nRUNNING\n", ""))) == "RUNNING"
     assert job_state("63", answers(squeue=gone, sacct=Output(0, "FAILED\nCANCELLED by 0\n", ""))) == "FAILED"
     assert job_state("63", answers(squeue=gone, sacct=Output(1, "", "Slurm accounting storage is disabled\n"))) is None
+    with pytest.raises(ProgramError, match=r"sacct: .*Connection refused"):
+        job_state(
+            "63", answers(squeue=gone, sacct=Output(1, "", "sacct: error: Problem talking to the database: Connection refused"))
+        )
     with pytest.raises(ProgramError, match="Unable to contact"):
         job_state("63", answers(squeue=Output(1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")))

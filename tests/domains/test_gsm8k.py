@@ -16,6 +16,9 @@ from prl.streams.records import Rollout, Turn, VersionSpan
 from prl.verifier.pool import Pool
 
 DATA = Path(__file__).parents[2] / "../shared/data"
+ROWS = {"gsm8k_train": 7473, "gsm8k_test": 1319, "math500": 500, "math_train": 7470}
+HERE = [name for name in ROWS if (DATA / f"{name}.parquet").exists()]  # real files beside the checkout, if there are any
+SOLUTION = "There are {a} boxes of {b}, so {a} * {b} = <<{a}*{b}={c}>>{c} pieces.\n#### {c}"
 
 
 @pytest.fixture
@@ -159,20 +162,26 @@ def test_needs_a_verifier(questions):
         asyncio.run(gsm8k.score_group(problem, [rollout_of("x")], Context(Letters(), None)))
 
 
-@pytest.mark.skipif(not DATA.exists(), reason=f"no data sets in {DATA}")
-@pytest.mark.parametrize(
-    ("name", "rows"), [("gsm8k_train", 7473), ("gsm8k_test", 1319), ("math500", 500), ("math_train", 7470)]
-)
-def test_real_files(name, rows):
-    problems = load(DATA / f"{name}.parquet")
-    assert len(problems) == rows
+@pytest.fixture
+def data(tmp_path):
+    """The parquet file of a name: a real one, or one in GSM8K's form that is written here."""
+    numbers = [{"a": a, "b": b, "c": a * b} for a in range(2, 7) for b in (3, 30, 1000, 2.5)]
+    rows = [{"question": f"How many are in {n['a']} boxes of {n['b']}?", "answer": SOLUTION.format(**n)} for n in numbers]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "written.parquet")
+    return lambda name: tmp_path / "written.parquet" if name == "written" else DATA / f"{name}.parquet"
+
+
+@pytest.mark.parametrize("name", ["written", *HERE])
+def test_whole_files(data, name):
+    problems = load(data(name))
+    assert len(problems) == {**ROWS, "written": 20}[name]
     assert all(p.data["gold"] for p in problems)
 
 
-@pytest.mark.skipif(not DATA.exists(), reason=f"no data sets in {DATA}")
-def test_real_gold_answers_verify_themselves():
+@pytest.mark.parametrize("name", ["written", *(name for name in HERE if name == "gsm8k_test")])
+def test_gold_answers_verify_themselves(data, name):
     """The gold answer written in another way is right, another number is wrong."""
-    problems = load(DATA / "gsm8k_test.parquet", limit=20)
+    problems = load(data(name), limit=20)
 
     async def verdicts():
         async with Pool(1, check_s=20, memory_mib=4096) as pool:

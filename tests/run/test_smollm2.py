@@ -1,18 +1,34 @@
 """A real pretrained model on real questions: two optimizer steps of SmolLM2-135M on GSM8K."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 from whole_runs import ROOT, submit
 
-QUESTIONS = ROOT.parent / "shared" / "data" / "gsm8k_train.parquet"
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k_train.parquet"
+QUESTION = (
+    "A baker fills {a} trays with {b} rolls each in the morning and sells {a} rolls before noon. In the afternoon a school "
+    "buys half of what is left. How many rolls does the school buy?"
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.deadline(1500)]
 
 
-@pytest.mark.skipif(not QUESTIONS.exists(), reason="no GSM8K questions beside the checkout (../shared/data)")
-def test_two_steps_on_gsm8k(tmp_path):
+@pytest.fixture
+def questions(tmp_path):
+    """GSM8K's own where it lies beside the checkout, else some that are like them."""
+    if GSM8K.exists():
+        return GSM8K
+    path = tmp_path / "questions.jsonl"
+    numbers = [(a, b) for a in (4, 6, 8, 10) for b in (13, 15, 17, 19, 21)]
+    rows = [{"question": QUESTION.format(a=a, b=b), "answer": f"#### {(a * b - a) // 2}"} for a, b in numbers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_two_steps_on_gsm8k(tmp_path, questions):
     fetched = subprocess.run(
         [sys.executable, "tools/fetch_smollm2.py"], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
@@ -21,7 +37,7 @@ def test_two_steps_on_gsm8k(tmp_path):
         tmp_path / "run",
         "configs/smollm2_gsm8k_cpu.yaml",
         "--set",
-        f"domains.0.options.paths=[{QUESTIONS}]",
+        f"domains.0.options.paths=[{questions}]",
         deadline_s=1200,
     )
     assert ended.code == 0, ended.logs()

@@ -1,0 +1,78 @@
+"""The scripts that people start first, and what pip is told."""
+
+import configparser
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "setup", "test"])
+@pytest.mark.parametrize("place", ["/tmp", "tools"])
+def test_help_from_any_folder(name, place):
+    folder = Path(place) if place.startswith("/") else ROOT / place
+    script = ROOT / "tools" / f"{name}.sh" if place.startswith("/") else Path(f"{name}.sh")
+    done = subprocess.run(["bash", script, "--help"], cwd=folder, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"bash tools/{name}.sh" in done.stdout
+    assert "#" not in done.stdout
+    assert done.stderr == ""
+
+
+def test_pip_refuses_the_gpu_extra_where_it_cannot_be_had():
+    """A marker would make pip leave out the engines without a word, where Python is too old for them."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    gpu = [Requirement(line) for line in settings["options.extras_require"]["gpu"].split("\n") if line]
+    assert {"vllm", "megatron-core"} <= {requirement.name for requirement in gpu}
+    assert all(requirement.marker is None for requirement in gpu)
+
+
+def test_the_lab_says_whether_its_nodes_have_networks_of_their_own():
+    arguments = ["bash", "tools/slurmlab.sh", "env"]
+    told = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    assert told.startswith("export SLURM_CONF=")
+    assert told.split()[-1] in ("PRL_LAB_MODE=netns", "PRL_LAB_MODE=flat")
+
+
+LEFT_OUT = """
+import pytest
+@pytest.mark.slurm
+def test_cluster(): pass
+@pytest.mark.slurm
+@pytest.mark.slurm_netns
+def test_networks(): pass
+def test_plain(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "passed"),
+    [
+        ({}, 1),
+        ({"SLURM_CONF": "/etc/slurm.conf", "PRL_LAB_MODE": "flat"}, 2),
+        ({"SLURM_CONF": "/etc/slurm.conf", "PRL_LAB_MODE": "netns"}, 3),
+    ],
+)
+def test_what_a_machine_cannot_run_is_left_out_and_not_skipped(tmp_path, environment, passed):
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "setup.cfg").write_text((ROOT / "setup.cfg").read_text())
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text(LEFT_OUT)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    words = f"{passed} passed" + (f", {3 - passed} deselected" if passed < 3 else "")
+    assert words in done.stdout
+    assert "skipped" not in done.stdout
