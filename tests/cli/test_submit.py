@@ -22,6 +22,7 @@ sample: {dtype: float32, max_model_len: 64, kv_cache_mib: 64}
 actor: {max_tokens: 5}
 verifier: {processes: 0}
 """
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "vllm", "megatron", "transformers")
 
 
@@ -99,6 +100,21 @@ def test_slurm_without_a_controller_is_an_error_and_writes_nothing(config, capsy
         "asks for 2 Slurm nodes, but (no Slurm controller answers|scontrol: no such program)", capsys.readouterr().err
     )
     assert files(config) == ["c.yaml", "slurm.conf"]
+
+
+def test_a_dry_run_without_model_and_data_shows_the_plan_and_says_which_keys_to_set(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    qwen = [str(ROOT / "configs" / "qwen7b.yaml"), "--dry-run"]
+    assert submit.main(qwen) == 2
+    said = capsys.readouterr()
+    assert "8 nodes, a heterogeneous Slurm job" in said.out
+    keys = ["model.path", "domains[0].options.paths", "domains[0].options.evaluate_paths"]
+    assert [line.split()[2] for line in said.err.splitlines()] == keys
+    (tmp_path / "here.jsonl").touch()
+    submit.main([*qwen, "--set", *(f"{key}=[here.jsonl]" for key in keys[1:])])  # the keys as they were spelt
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("prl-submit: error: model.path = ")
+    assert files(tmp_path) == ["here.jsonl"]
 
 
 def test_a_machine_without_a_free_port(config, capsys, monkeypatch):
