@@ -1,17 +1,13 @@
 """What a step tells about itself: sums and maxima over its trained tokens, reduced over the data-parallel ranks."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from prl.metrics import names
 from prl.trainer import device, losses
+from prl.trainer.batch import Batch
 from prl.trainer.options import TrainOptions
-
-if TYPE_CHECKING:
-    from prl.trainer.step import Batch
 
 _SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "clipped", "difference", "k3", "lag")
 _MAXIMA = ("ratio", "difference", "lag")
@@ -26,7 +22,7 @@ class Measures:
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device.device())
         self._lags = torch.zeros(_LAGS, dtype=torch.float64, device=device.device())
 
-    def add(self, batch: "Batch", loss: Tensor, logprobs: Tensor, entropies: Tensor, options: TrainOptions) -> None:
+    def add(self, batch: Batch, loss: Tensor, logprobs: Tensor, entropies: Tensor, options: TrainOptions) -> None:
         """All per-token tensors are [T] of one micro-batch; tokens without weight do not count."""
         trained = batch.weights > 0
         pi, mu, advantages, lags = (x[trained] for x in (logprobs, batch.old_logprobs, batch.advantages, batch.lags))

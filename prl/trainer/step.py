@@ -1,39 +1,20 @@
 """One optimizer step over this rank's micro-batches."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from prl.metrics import names
 from prl.streams.records import MicroBatch, StepFacts
-from prl.trainer import device, losses
+from prl.trainer import losses
+from prl.trainer.batch import Batch, idle_microbatch, to_device
 from prl.trainer.engine import Engine, set_schedule
 from prl.trainer.measures import Measures
 from prl.trainer.options import TrainOptions
-from prl.trainer.packing import packed_sequences
 from prl.trainer.vocab_parallel import logprobs_and_entropies
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch on the device. Per-token values are shifted by one against the records: entry t speaks of predicting
-    targets[t] = tokens[t + 1] from tokens[: t + 1], which is what the logits at t do."""
-
-    tokens: Tensor  # [T] int64, as all of them
-    positions: Tensor
-    sequences: PackedSeqParams
-    targets: Tensor
-    weights: Tensor
-    advantages: Tensor
-    old_logprobs: Tensor
-    reference_logprobs: Tensor | None
-    lags: Tensor
 
 
 def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFacts) -> dict[str, float]:
@@ -44,7 +25,7 @@ def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFa
     Raises RuntimeError where a gradient is not finite, ValueError where the options ask for what the micro-batches lack.
     """
     model, options = engine.model, engine.options
-    batches = list(microbatches) or [_idle_microbatch()]  # every rank takes part in the collectives
+    batches = list(microbatches) or [idle_microbatch()]
     measures = Measures()
     model.zero_grad_buffer()
     engine.optimizer.zero_grad()
@@ -61,35 +42,6 @@ def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFa
     _, grad_norm, _ = engine.optimizer.step()
     reduced = measures.reduce(parallel_state.get_data_parallel_group())
     return {names.GRAD_NORM: float(grad_norm), **reduced}
-
-
-def to_device(batch: MicroBatch, tensor_parallel: int) -> Batch:
-    """Shifted, on the device, and padded by a sequence without weight so that tensor-parallel ranks can share the tokens."""
-    padding = -len(batch.tokens) % tensor_parallel
-    boundaries, positions = batch.boundaries, batch.positions
-    if padding:
-        boundaries = np.append(boundaries, boundaries[-1] + padding).astype(np.int32)
-        positions = np.append(positions, np.arange(padding)).astype(np.int32)
-
-    def next_token(values: np.ndarray, dtype: torch.dtype) -> Tensor:
-        shifted = torch.zeros(len(values) + padding, dtype=dtype)
-        shifted[: len(values) - 1] = torch.from_numpy(np.array(values[1:]))
-        return shifted.to(device.device())
-
-    tokens = torch.from_numpy(np.pad(batch.tokens, (0, padding)).astype(np.int64)).to(device.device())
-    on_device = torch.from_numpy(positions.astype(np.int64)).to(device.device())
-    reference = batch.reference_logprobs
-    return Batch(
-        tokens=tokens,
-        positions=on_device,
-        sequences=packed_sequences(boundaries, on_device),
-        targets=next_token(batch.tokens, torch.int64),
-        weights=next_token(batch.loss_weights, torch.float32),
-        advantages=next_token(batch.advantages, torch.float32),
-        old_logprobs=next_token(batch.old_logprobs, torch.float32),
-        reference_logprobs=None if reference is None else next_token(reference, torch.float32),
-        lags=next_token(batch.lags, torch.float32),
-    )
 
 
 def batch_loss(batch: Batch, logprobs: Tensor, entropies: Tensor, denominator: float, options: TrainOptions) -> Tensor:
@@ -134,18 +86,3 @@ def _forward_step(
         return logits, loss_of
 
     return forward_step
-
-
-def _idle_microbatch() -> MicroBatch:
-    one = np.zeros(1, np.float32)
-    return MicroBatch(
-        tokens=np.zeros(1, np.int32),
-        positions=np.zeros(1, np.int32),
-        boundaries=np.array([0, 1], np.int32),
-        loss_weights=one,
-        advantages=one,
-        old_logprobs=one,
-        reference_logprobs=one,
-        lags=np.full(1, -1, np.int32),
-        rollouts=(),
-    )

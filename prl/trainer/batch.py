@@ -1,0 +1,73 @@
+"""A micro-batch on the device, shifted to what the logits predict."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from prl.streams.records import MicroBatch
+from prl.trainer import device
+from prl.trainer.packing import packed_sequences
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch on the device. Per-token values are shifted by one against the records: entry t speaks of predicting
+    targets[t] = tokens[t + 1] from tokens[: t + 1], which is what the logits at t do."""
+
+    tokens: Tensor  # [T] int64, as all of them
+    positions: Tensor
+    sequences: PackedSeqParams
+    targets: Tensor
+    weights: Tensor
+    advantages: Tensor
+    old_logprobs: Tensor
+    reference_logprobs: Tensor | None
+    lags: Tensor
+
+
+def to_device(batch: MicroBatch, tensor_parallel: int) -> Batch:
+    """Shifted, on the device, and padded by a sequence without weight so that tensor-parallel ranks can share the tokens."""
+    padding = -len(batch.tokens) % tensor_parallel
+    boundaries, positions = batch.boundaries, batch.positions
+    if padding:
+        boundaries = np.append(boundaries, boundaries[-1] + padding).astype(np.int32)
+        positions = np.append(positions, np.arange(padding)).astype(np.int32)
+
+    def next_token(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+        shifted = torch.zeros(len(values) + padding, dtype=dtype)
+        shifted[: len(values) - 1] = torch.from_numpy(np.array(values[1:]))
+        return shifted.to(device.device())
+
+    tokens = torch.from_numpy(np.pad(batch.tokens, (0, padding)).astype(np.int64)).to(device.device())
+    on_device = torch.from_numpy(positions.astype(np.int64)).to(device.device())
+    reference = batch.reference_logprobs
+    return Batch(
+        tokens=tokens,
+        positions=on_device,
+        sequences=packed_sequences(boundaries, on_device),
+        targets=next_token(batch.tokens, torch.int64),
+        weights=next_token(batch.loss_weights, torch.float32),
+        advantages=next_token(batch.advantages, torch.float32),
+        old_logprobs=next_token(batch.old_logprobs, torch.float32),
+        reference_logprobs=None if reference is None else next_token(reference, torch.float32),
+        lags=next_token(batch.lags, torch.float32),
+    )
+
+
+def idle_microbatch() -> MicroBatch:
+    """One token without weight, for a rank that has nothing to train on: every rank takes part in the collectives."""
+    one = np.zeros(1, np.float32)
+    return MicroBatch(
+        tokens=np.zeros(1, np.int32),
+        positions=np.zeros(1, np.int32),
+        boundaries=np.array([0, 1], np.int32),
+        loss_weights=one,
+        advantages=one,
+        old_logprobs=one,
+        reference_logprobs=one,
+        lags=np.full(1, -1, np.int32),
+        rollouts=(),
+    )
