@@ -101,7 +101,7 @@ async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, con
     agent = asyncio.create_task(
         run_agent(run, attempt, allocation.task, allocation.host.address, url, token, config.control), name="node agent"
     )
-    agent.add_done_callback(orchestrator.part_ended)
+    orchestrator.watch(agent)
     outcome = await orchestrator.lead()
     await asyncio.wait([agent], timeout=config.control.stop_s)
     return outcome

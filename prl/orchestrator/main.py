@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import time
-import traceback
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from prl.config.schema import Config
 from prl.control.server import Answer, Bell, ControlServer, Member
 from prl.flow.dispatcher import Evaluation
 from prl.orchestrator.binding import Plan
+from prl.orchestrator.causes import Causes
 from prl.orchestrator.journal import Journal
 from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, Outcome, conclude
 from prl.orchestrator.resume import Start
@@ -41,8 +41,8 @@ class Orchestrator:
         self._plan = plan
         self._start = start
         self._started = time.time()
-        self._causes: list[Cause] = []
         self._bell = Bell()
+        self._causes = Causes(self._bell)
         self._stop_rule = StopRule(config.run.stop_at_reward, config.run.stop_after_evaluations, start.evaluations_reached)
         self._nodes_done: set[int] = set()
         self._done_words = f"all {config.run.steps} steps trained"
@@ -96,9 +96,13 @@ class Orchestrator:
         self._journal.phase("starting")
         return url
 
+    def watch(self, task: "asyncio.Task[None]") -> None:
+        """An error of this task ends the run."""
+        task.add_done_callback(self._causes.part_ended)
+
     def cancel(self, words: str) -> None:
         """Somebody wants the run to end now."""
-        self._end_with(Cause(words, None, CANCEL))
+        self._causes.add(Cause(words, None, CANCEL))
         self._server.grace_s = min(self._server.grace_s, FAILED_GRACE_S)  # also where it is ending already
 
     async def lead(self) -> Outcome:
@@ -109,11 +113,11 @@ class Orchestrator:
             asyncio.create_task(self._journal.feed_tensorboard(), name="TensorBoard's sink"),
         ]
         for task in background:
-            task.add_done_callback(self.part_ended)
+            self.watch(task)
         try:
             await self._through_phases()
         except Exception as error:
-            self._fault(error)
+            self._causes.fault(error)
         await self._end()
         for task in background:
             task.cancel()
@@ -123,14 +127,14 @@ class Orchestrator:
     async def _through_phases(self) -> None:
         control = self._config.control
         expected = {(child.role, child.index) for child in self._plan.children}
-        if await self._wait(lambda: expected <= self._joined_keys(), control.start_s, lambda: self._missing(expected)):
+        if await self._causes.wait(lambda: expected <= self._joined_keys(), control.start_s, lambda: self._missing(expected)):
             samplers = self._server.of_role("sampler")
             self._updater.set_replicas([Replica(m.index, m.facts["url"], int(m.facts.get("workers", 1))) for m in samplers])
             self._set_problems()
             await self._record(self._start.reissued)
             self._journal.phase("seeding")
             deadline_s = self._config.weights.group_s + self._config.weights.update_s
-            if await self._wait(
+            if await self._causes.wait(
                 lambda: self._updater.current is not None, deadline_s, lambda: "the first version at all samplers"
             ):
                 self._journal.phase("running")
@@ -142,12 +146,15 @@ class Orchestrator:
         """Until the trainer has finished; a step or some groups have to end within the deadline of a wait."""
         wait_s = self._config.control.wait_s
         while not self._steps.exported and not self._causes:
-            await self._wait(partial(self._has_moved, self._position()), wait_s, self._waiting_for)
+            await self._causes.wait(partial(self._has_moved, self._position()), wait_s, self._waiting_for)
         self._journal.phase("finishing")
         if not self._causes:
-            await self._wait(self._all_committed, self._config.weights.update_s, lambda: "the last version at all samplers")
+            await self._causes.wait(
+                self._all_committed, self._config.weights.update_s, lambda: "the last version at all samplers"
+            )
         if not self._causes and not await self._bell.until(self._all_evaluated, wait_s):
-            log.warning("the last evaluation did not end within %.0f s", wait_s)  # the trained model is safe all the same
+            # No cause to fail: the trained model is safe.
+            log.warning("the last evaluation did not end within %.0f s", wait_s)
 
     def _position(self) -> tuple[int, int]:
         return self._steps.trained, len(self._rollouts.announcements)
@@ -166,13 +173,13 @@ class Orchestrator:
         if self._causes:
             await asyncio.sleep(GATHER_CAUSES_S)
         self._rollouts.ended = True
-        self._server.stopping = True
+        self._server.stopping = self._causes.closed = True
         self._server.grace_s = FAILED_GRACE_S if self._causes else self._config.control.stop_s
         self._bell.ring()
         joined = {member.index for member in self._server.of_role("agent")}
         left_s = self._server.grace_s + 10.0
         if not await self._bell.until(lambda: joined <= self._nodes_done, left_s):
-            self._causes.append(
+            self._causes.found.append(
                 Cause(f"nodes {sorted(joined - self._nodes_done)} did not end within {left_s:.0f} s", "agent", ENDED)
             )
 
@@ -186,44 +193,27 @@ class Orchestrator:
             self._journal.phase("stopped")
             await self._journal.close()
         except Exception as error:
-            self._fault(error)
+            self._causes.fault(error)
         finally:
             self._ledger.close()
-            outcome = conclude(self._causes, self._done_words, self._steps.trained, self._started)
+            outcome = conclude(self._causes.found, self._done_words, self._steps.trained, self._started)
             outcome.write(self._run.exit(self._plan.attempt))
         return outcome
 
-    def _fault(self, error: Exception) -> None:
-        """An error of the orchestrator itself is a cause, also while the run ends."""
-        log.exception("orchestrator")
-        words = f"orchestrator: {type(error).__name__}: {error}"
-        self._causes.append(Cause(words, "orchestrator", REPORTED, traceback.format_exc()))
-        self._bell.ring()
-
     # What ends a run
 
-    def _end_with(self, cause: Cause) -> None:
-        if not self._server.stopping:
-            self._causes.append(cause)
-            self._bell.ring()
-
     def _failed(self, member: Member, error: str, trace: str) -> None:
-        self._end_with(Cause(f"{member.name}: {error}", member.role, AGENT if member.role == "agent" else REPORTED, trace))
-
-    def part_ended(self, task: "asyncio.Task[None]") -> None:
-        """Called back when a task of this process has ended: an error of it ends the run."""
-        if not task.cancelled() and task.exception() is not None:
-            self._end_with(Cause(f"orchestrator, {task.get_name()}: {task.exception()!r}", "orchestrator", REPORTED))
+        self._causes.add(Cause(f"{member.name}: {error}", member.role, AGENT if member.role == "agent" else REPORTED, trace))
 
     def _update_failed(self, error: UpdateError) -> None:
-        self._end_with(Cause(str(error), "sampler", REPORTED))
+        self._causes.add(Cause(str(error), "sampler", REPORTED))
 
     async def _child_ended(self, member: Member, body: Mapping[str, Any]) -> Answer:
         code, child = int(body["code"]), str(body["child"])
         if self._is_done_with(child.split()[0]) and (code == 0 or not child.startswith("trainer")):
             return {}
         rank = KILLED if code < 0 else ENDED
-        self._end_with(Cause(f"{body['words']}; the end of {body['log']}:\n{body['tail']}", child.split()[0], rank))
+        self._causes.add(Cause(f"{body['words']}; the end of {body['log']}:\n{body['tail']}", child.split()[0], rank))
         return {}
 
     def _is_done_with(self, role: str) -> bool:
@@ -248,7 +238,7 @@ class Orchestrator:
             for member in self._server.silent(control.lost_after_s):
                 if not self._is_done_with(member.role):
                     words = f"{member.name} on {member.host} was silent for {control.lost_after_s:.0f} s; it was {member.doing}"
-                    self._end_with(Cause(words, member.role, ENDED))
+                    self._causes.add(Cause(words, member.role, ENDED))
 
     async def _watch_stop_file(self) -> None:
         """control/STOP ends the run after the step in hand."""
@@ -257,12 +247,6 @@ class Orchestrator:
             if await asyncio.to_thread(os.path.exists, self._run.stop):
                 self._done_words = f"asked to stop by {self._run.stop}"
                 self._finish()
-
-    async def _wait(self, condition: Any, timeout_s: float, waited_for: Any) -> bool:
-        """Until the condition holds (True) or the run has a cause to end (False); a wait without end is such a cause."""
-        if not await self._bell.until(lambda: bool(self._causes) or condition(), timeout_s):
-            self._end_with(Cause(f"waited {timeout_s:.0f} s for {waited_for()}", None, ENDED))
-        return not self._causes
 
     # Joins
 
