@@ -64,8 +64,6 @@ def render(config: Config, split: Split, environment: Mapping[str, str], command
     values = {
         "name": shlex.quote(config.run.name),
         "batch_log": shlex.quote(str(batch_log)),
-        # Without a word from the user a lost node ends the run instead of starting it again behind everybody's back.
-        "requeue": "#SBATCH --requeue" if config.cluster.sbatch.get("requeue") else "#SBATCH --no-requeue",
         "setup": "\n".join(config.cluster.setup),
         "exports": "\n".join(exports),
         "command": command,
@@ -99,8 +97,7 @@ def _options(config: Config, component: Component) -> str:
             raise ConfigError(f"cluster.sbatch.{key}: has a key of its own, {_NAMED_OPTIONS[name]}")
         if name in _OWN_OPTIONS:
             raise ConfigError(f"cluster.sbatch.{key}: is set by prl-submit and cannot be changed")
-        if name not in ("requeue", "no-requeue"):
-            options[name] = value
+        options[name] = value
     return "\n".join(_flag(name, value) for name, value in options.items() if value is not False)
 
 

@@ -62,16 +62,17 @@ def test_a_heterogeneous_job():
 
 
 def test_a_plain_job():
-    text = script(1, gpus_per_node=8, sbatch={"requeue": True})
+    text = script(1, gpus_per_node=8, sbatch={"exclusive": True})
     assert directives(text) == [
         "--job-name='my run'",
         "--output='/data/my runs/one/attempt_002/logs/batch.log'",
         "--open-mode=append",
-        "--requeue",
+        "--no-requeue",
         "--nodes=1",
         "--ntasks-per-node=1",
         "--time=60",
         "--gpus-per-node=8",
+        "--exclusive",
     ]
     assert "--het-group" not in text
 
