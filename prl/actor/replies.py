@@ -10,14 +10,13 @@ from prl.domains.api import SamplerError
 from prl.flow.versions import Version
 from prl.streams.records import Float32, Int32, VersionSpan
 
-_NO_LOGPROB = -9999.0  # vLLM's word for NaN and minus infinity
 _ROUNDING = 1e-3  # by so much a log-prob may lie above 0
 FINISH_REASONS = ("stop", "length", "abort")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice of a reply: what a Turn is made of."""
+    """One answer of a reply: what a Turn is made of."""
 
     output_ids: Int32  # [output tokens]
     logprobs: Float32  # [output tokens]
@@ -26,52 +25,49 @@ class Answer:
 
 
 def parse_reply(reply: Any, n: int) -> list[Answer | SamplerError]:
-    """The n answers of a decoded reply by their index. An answer that is missing or malformed is an error in its place;
+    """The n answers of a decoded reply, in order. An answer that is missing or malformed is an error in its place;
     SamplerError is raised where the reply as a whole is none."""
-    choices = reply.get("choices") if isinstance(reply, Mapping) else None
-    if not isinstance(choices, list):
-        raise SamplerError("malformed", f"a sampler's reply has no choices: {str(reply)[:200]}")
-    answers: list[Answer | SamplerError] = [
-        SamplerError("malformed", f"a sampler's reply has {len(choices)} choices; answer {k} of {n} is missing")
-        for k in range(n)
-    ]
-    for choice in choices:
-        index = choice.get("index") if isinstance(choice, Mapping) else None
-        if not isinstance(index, int) or not 0 <= index < n:
-            continue  # whichever answer it was meant to be stays an error
+    sent = reply.get("answers") if isinstance(reply, Mapping) else None
+    if not isinstance(sent, list):
+        raise SamplerError("malformed", f"a sampler's reply has no answers: {str(reply)[:200]}")
+    if len(sent) > n:
+        raise SamplerError("malformed", f"a sampler's reply has {len(sent)} answers where {n} were asked for")
+    answers: list[Answer | SamplerError] = []
+    for answer in sent:
         try:
-            answers[index] = parse_choice(choice)
+            answers.append(parse_answer(answer))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            answers[index] = SamplerError("malformed", f"malformed answer in a sampler's reply: {error!r}: {str(choice)[:200]}")
+            words = f"malformed answer in a sampler's reply: {error!r}: {str(answer)[:200]}"
+            answers.append(SamplerError("malformed", words))
+    for k in range(len(sent), n):
+        words = f"a sampler's reply has {len(sent)} answers; answer {k} of {n} is missing"
+        answers.append(SamplerError("malformed", words))
     return answers
 
 
-def parse_choice(choice: Mapping[str, Any]) -> Answer:
+def parse_answer(answer: Mapping[str, Any]) -> Answer:
     """Raises KeyError, TypeError, ValueError or OverflowError where it is malformed."""
-    finish_reason = choice["finish_reason"]
+    finish_reason = answer["finish_reason"]
     if finish_reason not in FINISH_REASONS:
         raise ValueError(f"finish reason {finish_reason!r}")
-    output_ids = np.array(choice["token_ids"], dtype=np.int32)
+    output_ids = np.array(answer["token_ids"], dtype=np.int32)
     length = len(output_ids)
     if length == 0:
         if finish_reason != "abort":
             raise ValueError("an answer without tokens")
         return Answer(output_ids, np.empty(0, np.float32), (), finish_reason)
-    content = choice["logprobs"]["content"]
-    if len(content) != length:
-        raise ValueError(f"{length} tokens with {len(content)} log-probs")
-    logprobs = np.array([entry["logprob"] for entry in content], dtype=np.float32)
-    if not (_NO_LOGPROB < logprobs.min() <= logprobs.max() <= _ROUNDING):  # also where one is NaN
+    logprobs = np.array(answer["logprobs"], dtype=np.float32)
+    if logprobs.shape != (length,):
+        raise ValueError(f"{length} tokens with log-probs of shape {logprobs.shape}")
+    if not (-np.inf < logprobs.min() <= logprobs.max() <= _ROUNDING):  # also where one is NaN, null on the wire
         raise ValueError("a sampled token without a log-prob, or with one above 0")
-    return Answer(output_ids, logprobs, parse_versions(choice["weight_versions"], length), finish_reason)
+    return Answer(output_ids, logprobs, parse_versions(answer["versions"], length), finish_reason)
 
 
-def parse_versions(spans: Sequence[Mapping[str, Any]], length: int) -> tuple[VersionSpan, ...]:
+def parse_versions(spans: Sequence[tuple[str, int, int]], length: int) -> tuple[VersionSpan, ...]:
     """Spans of the wire as records; neighbours of one version become one. Raises ValueError unless they cover all of
     `length` tokens without gaps."""
-    return join_versions(
-        [VersionSpan(Version.parse(span["version"]), int(span["start"]), int(span["end"])) for span in spans], length
-    )
+    return join_versions([VersionSpan(Version.parse(version), int(start), int(end)) for version, start, end in spans], length)
 
 
 def join_versions(spans: Sequence[VersionSpan], length: int) -> tuple[VersionSpan, ...]:

@@ -233,9 +233,6 @@ class SamplerClient:
                     "temperature": parameters.temperature,
                     "top_p": parameters.top_p,
                     "stop_token_ids": parameters.stop_token_ids,
-                    "logprobs": 0,  # the sampled token's own
-                    "detokenize": False,
-                    "flat_logprobs": True,  # the same reply, cheaper inside the engine
                 },
             },
             separators=(",", ":"),
@@ -267,7 +264,7 @@ class SamplerClient:
         timeout = asyncio.timeout_at(deadline)
         replica.deadlines.add(timeout)
         try:
-            async with timeout, self._session.post(f"{replica.url}/inference/v1/generate", data=body) as response:
+            async with timeout, self._session.post(f"{replica.url}/prl/generate", data=body) as response:
                 data = await response.read()
                 status = response.status
         except TimeoutError:

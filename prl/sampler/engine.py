@@ -128,30 +128,33 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
     # What the thread does.
 
     def _work(self) -> None:
+        """What a job failed at shows with the next receive, whose report the orchestrator waits for."""
         while True:
-            self._jobs.get()()
+            job = self._jobs.get()
+            try:
+                job()
+            except Exception as error:  # whatever it was, this thread must live on to tell of it
+                traceback.print_exc()
+                self._no_group = str(error) if isinstance(error, TransportError) else f"{type(error).__name__}: {error}"
 
     def _connect(self, info: ConnectInfo) -> None:
-        """A failure shows with the next receive, which the orchestrator waits for."""
+        self._no_group = f"the group of epoch {info.epoch} was not built"
         self._disconnect()
         parallel = self.parallel_config
         rank = info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        try:
-            self._end = SamplerEnd(
-                info.master_address, info.master_port, rank, info.world_size, info.epoch, info.timeout_s, self.device
-            )
-        except TransportError as error:
-            self._no_group = str(error)
-            print(f"prl.sampler: {error}", flush=True)
+        self._end = SamplerEnd(
+            info.master_address, info.master_port, rank, info.world_size, info.epoch, info.timeout_s, self.device
+        )
 
     def _disconnect(self) -> None:
-        if self._end is not None:
-            self._end.close()
-            self._end = None
+        end, self._end = self._end, None
+        if end is not None:
+            end.close()
 
     def _receive(self, info: ReceiveInfo, specs: list[TensorSpec], placements: list[Placement]) -> None:
         version = Version(info.lineage, info.step)
         began = time.monotonic()
+        failed = False
         try:
             if self._end is None:
                 raise TransportError(f"no group for version {version}: {self._no_group}")
@@ -162,13 +165,15 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             report: dict[str, Any] = {"digest": str(staged.digest), "receive_s": receive_s}
         except Exception as error:  # whatever it was, the orchestrator must hear of it: it waits for this report
             traceback.print_exc()
-            self._disconnect()
-            self._no_group = f"the last transfer failed: {error}"
+            failed = True
             report = {"error": f"{type(error).__name__}: {error}"}
         try:
             asyncio.run(self._report({"lineage": info.lineage, "step": info.step, **report}))
-        except Exception:  # the thread lives on; the orchestrator's deadline for `staged` tells of the loss
+        except Exception:  # the orchestrator's deadline for `staged` tells of the loss
             traceback.print_exc()
+        if failed and self._end is not None:
+            self._no_group = f"the last transfer failed: {report['error']}"
+            self._disconnect()
 
     async def _report(self, body: dict[str, Any]) -> None:
         child = self._child

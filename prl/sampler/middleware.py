@@ -1,7 +1,7 @@
 """The guard before every route of vLLM's server: the run's token first, then whether this sampler may answer at all."""
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from prl.control.token import is_authorized
@@ -14,14 +14,16 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # What a sampler answers that has no valid weights: everything else could sample from them.
 ALWAYS_OPEN = frozenset({"/health", "/ping", "/version", "/load", "/metrics", "/v1/models"})
-OWN_PREFIX = "/prl/"
+OWN_PREFIXES = ("/prl/weights/", "/prl/state", "/prl/routes")
 
 
 class Guard:
     """ASGI middleware. Must be the outermost one, so that nothing of vLLM's sees a request without the token."""
 
-    def __init__(self, app: App, token: str, replica: Replica) -> None:
+    def __init__(self, app: App, token: str, replica: Replica, direct: Mapping[str, App]) -> None:
+        """`direct`: applications by path that need nothing of what vLLM's server puts around its routes."""
         self._app = app
+        self._direct = direct
         self._token = token
         self._replica = replica
 
@@ -35,11 +37,11 @@ class Guard:
         elif self._replica.closed is not None and not _always_open(scope["path"]):
             await _refuse(scope, send, 503, self._replica.closed)
         else:
-            await self._app(scope, receive, send)
+            await self._direct.get(scope["path"], self._app)(scope, receive, send)
 
 
 def _always_open(path: str) -> bool:
-    return path in ALWAYS_OPEN or path.startswith(OWN_PREFIX)
+    return path in ALWAYS_OPEN or path.startswith(OWN_PREFIXES)
 
 
 async def _refuse(scope: Scope, send: Send, status: int, reason: str) -> None:

@@ -1,16 +1,19 @@
 """vLLM's plug-in of the samplers; the entry point `vllm.general_plugins` of setup.cfg runs `register` in every vLLM process."""
 
+import os
+
 ENGINE = "prl"
 
 
 def register() -> None:
-    """Make our weight-transfer engine known to vLLM. Runs several times a process."""
+    """Make our weight-transfer engine known to vLLM. Runs several times a process, and in every program of the environment
+    that uses vLLM: only a sampler of a run is changed beyond that."""
     import torch
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory as Factory
 
     if ENGINE not in Factory._registry:
         Factory.register_engine(ENGINE, "prl.sampler.engine", "InPlaceEngine")
-    if not torch.cuda.is_available():
+    if os.environ.get("PRL_ROLE") == "sampler" and not torch.cuda.is_available():
         _keep_linear_weights_live()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prl.flow.versions import Version
+from prl.sampler.traffic import Traffic
 from prl.weights.digest import MODULUS
 
 
@@ -18,7 +19,8 @@ class CommitRefused(Exception):
 class Commit:
     version: Version
     digest: int  # of the live parameters, all workers together
-    pause_s: float  # no token was sampled for so long
+    pause_s: float  # the engine was stopped for so long
+    gap_s: float  # the longest time between two tokens around it; `pause_s` where nothing was in flight
 
 
 class Replica:
@@ -28,6 +30,7 @@ class Replica:
         self.version: Version | None = None
         self.closed: str | None = "this sampler has no weights yet: the first version was not committed"
         self._engine = engine
+        self._traffic = Traffic(engine)
         self._update_s = update_s
         self._lock = asyncio.Lock()
 
@@ -43,15 +46,18 @@ class Replica:
 
     async def commit(self, version: Version, digest: int, clear_cache: bool) -> Commit:
         """Pause, copy what is staged into the live parameters, label, verify, resume. Requests in flight go on over it,
-        with their KV cache unless `clear_cache`. Raises CommitRefused; where the digests differ the sampler stays closed."""
+        with their KV cache unless `clear_cache`; later ones reuse nothing of an earlier version's. Raises CommitRefused;
+        where the digests differ the sampler stays closed. Returns behind the first token of what was in flight."""
         async with self._lock:
             try:
                 async with asyncio.timeout(self._update_s):
                     await self._check_staged(version, digest)
-                    return await self._swap(version, digest, clear_cache)
+                    pause_s = await self._swap(version, digest, clear_cache)
             except TimeoutError:
                 self.closed = f"the commit of version {version} did not end within {self._update_s:.0f} s"
                 raise CommitRefused(self.closed) from None
+            gap_s = await self._traffic.gap_s()
+        return Commit(version, digest, pause_s, pause_s if gap_s is None else max(gap_s, pause_s))
 
     async def _check_staged(self, version: Version, digest: int) -> None:
         for worker, staged in enumerate(await self._engine.collective_rpc("prl_staged")):
@@ -60,10 +66,13 @@ class Replica:
             if int(staged["digest"]) != digest:
                 await self._close(f"version {version} arrived in worker {worker} with digest {staged['digest']}, not {digest}")
 
-    async def _swap(self, version: Version, digest: int, clear_cache: bool) -> Commit:
+    async def _swap(self, version: Version, digest: int, clear_cache: bool) -> float:
+        """The length of the pause, in seconds."""
         core = self._engine.engine_core  # AsyncLLM.pause_generation would sleep 20 ms on top
-        began = time.perf_counter()
+        began = time.monotonic()
+        self._traffic.label = None
         await core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+        self._traffic.paused(began)
         results = await self._engine.collective_rpc("prl_commit")
         errors = [f"worker {worker}: {result['error']}" for worker, result in enumerate(results) if "error" in result]
         live = sum(int(result.get("digest", 0)) for result in results) % MODULUS
@@ -72,9 +81,10 @@ class Replica:
             await self._close(f"version {version} is not what was sent: {why}")
         # One call behind the other without waiting in between: the engine takes them in this order.
         await asyncio.gather(core.set_weight_version_async(str(version)), core.resume_scheduler_async())
-        pause_s = time.perf_counter() - began
+        pause_s = time.monotonic() - began
+        self._traffic.label = str(version)
         self.version, self.closed = version, None
-        return Commit(version, live, pause_s)
+        return pause_s
 
     async def _close(self, reason: str) -> None:
         """Refuse generation from now on and abort what is in flight: no further token may come from these weights."""

@@ -1,6 +1,7 @@
 """The routes by which the orchestrator moves a sampler from version to version; they stand behind the guard."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,7 +16,9 @@ _RECEIVE = {"lineage": int, "step": int, "epoch": int, "tensors": list, "bucket_
 _COMMIT = {"lineage": int, "step": int, "digest": str, "clear_cache": bool}
 
 
-def add_routes(app: Starlette, replica: Replica) -> None:
+def add_routes(app: Starlette, replica: Replica, direct: Iterable[str]) -> None:
+    """`direct`: paths that are answered before the application is asked; for the list of routes alone."""
+
     async def connect(request: Request) -> Response:
         """{master_address, master_port, rank_offset, world_size, epoch, timeout_s, tensors?}: join the transfer group of an
         epoch, in a thread. 400 where `tensors` are given and do not fit the model."""
@@ -29,7 +32,7 @@ def add_routes(app: Starlette, replica: Replica) -> None:
         return JSONResponse({})
 
     async def commit(request: Request) -> Response:
-        """{lineage, step, digest, clear_cache} -> {pause_s, digest}. 409 where the version is not what was asked for."""
+        """{lineage, step, digest, clear_cache} -> {pause_s, gap_s, digest}. 409 where the version is not what was asked for."""
         body = _checked(await _body(request, _COMMIT), _COMMIT)
         version = Version(body["lineage"], body["step"])
         if not body["digest"].isdecimal():
@@ -38,7 +41,7 @@ def add_routes(app: Starlette, replica: Replica) -> None:
             done = await replica.commit(version, int(body["digest"]), body["clear_cache"])
         except CommitRefused as error:
             return JSONResponse({"error": str(error)}, status_code=409)
-        return JSONResponse({"pause_s": done.pause_s, "digest": str(done.digest)})
+        return JSONResponse({"pause_s": done.pause_s, "gap_s": done.gap_s, "digest": str(done.digest)})
 
     async def state(request: Request) -> Response:
         """{version: "lineage:step" or null, closed: the reason or null}."""
@@ -48,6 +51,7 @@ def add_routes(app: Starlette, replica: Replica) -> None:
     async def routes(request: Request) -> Response:
         """{routes: [[path, [method...]]...]}: all that this server answers; no methods: a websocket or a mount."""
         listed = [[getattr(route, "path", ""), sorted(getattr(route, "methods", None) or [])] for route in app.routes]
+        listed += [[path, ["POST"]] for path in direct]
         return JSONResponse({"routes": listed})
 
     for path, handler in (("connect", connect), ("receive", receive), ("commit", commit)):

@@ -93,6 +93,7 @@ async def serving(arguments: list[str], token: str, update_s: float) -> AsyncIte
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.launcher import setup_server
 
+    from prl.sampler.generate import PATH, Generate
     from prl.sampler.middleware import Guard
     from prl.sampler.replica import Replica
     from prl.sampler.routes import add_routes
@@ -105,8 +106,9 @@ async def serving(arguments: list[str], token: str, update_s: float) -> AsyncIte
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
         replica = Replica(engine, update_s)
-        add_routes(app, replica)
-        guarded = Guard(app, token, replica)  # around the whole application, so that nothing of vLLM's comes before it
+        direct = {PATH: Generate(engine)}
+        add_routes(app, replica, direct)
+        guarded = Guard(app, token, replica, direct)  # around the whole application, so that nothing of vLLM's comes before it
         async with _http(app, guarded, listener, args) as server:
             ended = asyncio.create_task(_ended(server, engine), name="serving")
             try:

@@ -14,30 +14,26 @@ RECORDED = json.loads((Path(__file__).parent / "recorded_reply.json").read_text(
 TOKEN = "the run's token"
 
 
-def choice(
-    token_ids: list[int], *, finish_reason: str = "stop", index: int = 0, spans: list[tuple[str, int, int]] | None = None
-):
-    """A recorded choice with other tokens; token t has the log-prob -(t + 1) / 16."""
-    changed = copy.deepcopy(RECORDED["choices"][0])
+def choice(token_ids: list[int], *, finish_reason: str = "stop", spans: list[tuple[str, int, int]] | None = None):
+    """A recorded answer with other tokens; token t has the log-prob -(t + 1) / 16."""
+    changed = copy.deepcopy(RECORDED["answers"][0])
     spans = [("0:0", 0, len(token_ids))] if spans is None else spans
     changed.update(
-        index=index,
         finish_reason=finish_reason,
         token_ids=token_ids,
-        weight_versions=[{"version": v, "start": a, "end": b} for v, a, b in spans] or None,
-        logprobs={"content": [{"token_id": t, "logprob": -(t + 1) / 16, "rank": 1, "top_logprobs": []} for t in token_ids]},
+        versions=[list(span) for span in spans],
+        logprobs=[-(t + 1) / 16 for t in token_ids],
     )
     return changed
 
 
-def reply(choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """A recorded reply with these choices, numbered in order."""
-    return {**RECORDED, "choices": [{**c, "index": k} for k, c in enumerate(choices)]}
+def reply(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"answers": answers}
 
 
 def replay(body: dict[str, Any]) -> dict[str, Any]:
-    """The recorded choices in turn, as many as were asked for."""
-    recorded = RECORDED["choices"]
+    """The recorded answers in turn, as many as were asked for."""
+    recorded = RECORDED["answers"]
     return reply([recorded[k % len(recorded)] for k in range(body["sampling_params"]["n"])])
 
 
@@ -54,7 +50,7 @@ class SamplerStandIn:
 
     async def __aenter__(self) -> "SamplerStandIn":
         app = web.Application(client_max_size=2**26)
-        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/prl/generate", self._generate)
         # As uvicorn does: a client that goes away cancels its request.
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()

@@ -227,7 +227,7 @@ def test_a_rollout_is_tried_again_and_then_its_group_is_given_up(run):
             whole = solve(body)
             if body["token_ids"] == bad:
                 tries.append(body["sampling_params"]["n"])
-                whole["choices"][0] = {"index": 0}  # one malformed answer a request
+                whole["answers"][0] = {}  # one malformed answer a request
             return whole
 
         async with SamplerStandIn(answer) as sampler, actor_at_work(run, sampler) as orchestrator:
@@ -253,7 +253,7 @@ def test_a_group_has_a_deadline(run):
 
 
 def domain_of(generate_rollout, score_group=None):
-    domain = Domain("digits", lambda *_: [], generate_rollout, score_group, None)
+    domain = Domain("digits", lambda *_: [], generate_rollout, score_group, None, None, needs_verifier=False)
     return {"digits": Task(domain, Context(None, None), [Problem({})] * 100, [])}
 
 

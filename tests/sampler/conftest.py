@@ -102,7 +102,9 @@ class Lab:
     start_s: float
     epoch: int = 0
     step: int = -1
-    before: list[Reply] = field(default_factory=list)  # to generation, state and health, before the first version
+    before: list[Reply] = field(
+        default_factory=list
+    )  # to generation, state, health and the actors' route, before the first version
 
     def run(self, work: Coroutine[Any, Any, Any]) -> "Future[Any]":
         return asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -181,6 +183,11 @@ class Lab:
         parameters = {"n": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False, **sampling}
         return self.start("POST", "/inference/v1/generate", {"token_ids": prompt, "sampling_params": parameters})
 
+    def ask(self, prompt: list[int], *, timeout_s: float = 60.0, **sampling: Any) -> "Future[Reply]":
+        """By the route that actors ask."""
+        body = {"token_ids": prompt, "sampling_params": {"n": 1, "temperature": 0.0, **sampling}}
+        return self.start("POST", "/prl/generate", body, timeout_s=timeout_s)
+
     def stream(self, prompt: list[int], **sampling: Any) -> "Stream":
         """An answer token by token; returns when the first one is there."""
         parameters = {"temperature": 1.0, "detokenize": False, "ignore_eos": True, **sampling}
@@ -225,28 +232,27 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+OPTIONS = SampleOptions(
+    dtype="float32",
+    max_model_len=1024,
+    max_num_seqs=32,
+    kv_cache_mib=64,
+    engine_args={
+        "worker-extension-cls": "faulty_extension.FaultyExtension",
+        "enable-prompt-tokens-details": True,  # how much of a prompt came out of the prefix cache
+    },
+)
+
+
 @contextmanager
-def sampler(folder: Path, tensor_parallel: int = 1) -> Iterator[Lab]:
+def sampler(folder: Path, options: SampleOptions = OPTIONS) -> Iterator[Lab]:
     """A sampler that has joined; it is told to end afterwards, and must then end by itself and have reported no failure,
     unless a test ended it before."""
     run = RunFolder(folder / "run")
     run.create()
     save(tiny_model(0), run.model)
-    run.config.write_text(
-        dump(
-            Config(
-                sample=SampleOptions(
-                    dtype="float32",
-                    max_model_len=1024,
-                    max_num_seqs=32,
-                    kv_cache_mib=64,
-                    tensor_parallel=tensor_parallel,
-                    engine_args={"worker-extension-cls": "corrupting_extension.CorruptingExtension"},
-                ),
-                weights=WeightsOptions(bucket_mib=1, group_s=30.0, update_s=30.0),
-            )
-        )
-    )
+    weights = WeightsOptions(bucket_mib=1, group_s=30.0, update_s=30.0)
+    run.config.write_text(dump(Config(sample=options, weights=weights)))
     token = create_token(run.token)
     staged: queue.Queue[Mapping[str, Any]] = queue.Queue()
     joined: queue.Queue[Member] = queue.Queue()
@@ -272,7 +278,7 @@ def sampler(folder: Path, tensor_parallel: int = 1) -> Iterator[Lab]:
         "PRL_CONTROL_URL": control_url,
         "PRL_HOST": HOST,
         "PRL_PORT": str(free_port()),
-        "PYTHONPATH": str(Path(__file__).parent),  # where the corrupting extension lies
+        "PYTHONPATH": str(Path(__file__).parent),  # where the faulty extension lies
         "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, for the extension, and more routes that must be guarded
     }
     log = folder / "sampler.log"
@@ -289,7 +295,7 @@ def sampler(folder: Path, tensor_parallel: int = 1) -> Iterator[Lab]:
             except queue.Empty:
                 assert process.poll() is None, f"the sampler ended with {process.returncode}:\n{log.read_text()[-4000:]}"
                 assert time.monotonic() - began < START_S, f"no sampler after {START_S} s:\n{log.read_text()[-4000:]}"
-        trainer = TrainerEnd(HOST, WeightsOptions(bucket_mib=1, group_s=30.0, update_s=30.0))
+        trainer = TrainerEnd(HOST, weights)
         start_s = time.monotonic() - began
         yield Lab(member.facts["url"], process, trainer, token, loop, staged, failed, member.facts, log, start_s)
         if process.poll() is None:
@@ -311,5 +317,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             made.generate([1], max_tokens=1).result(30),
             made.request("GET", "/prl/state"),
             made.request("GET", "/health"),
+            made.ask([1], max_tokens=1).result(30),
         ]
         yield made

@@ -2,10 +2,11 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import psutil
 import pytest
-from conftest import sampler, tiny_model, weights_of
+from conftest import OPTIONS, sampler, tiny_model, weights_of
 from test_sampler import LONG, PROMPT, during_updates, greedy
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ def test_a_sampler_ends_on_sigterm_with_all_its_processes(tmp_path):
 def test_two_tensor_parallel_workers(tmp_path):
     """Two query heads and one key-value head over two workers: shards of rows and of columns, a replicated head."""
     models = [tiny_model(seed) for seed in range(4)]
-    with sampler(tmp_path, tensor_parallel=2) as lab:
+    with sampler(tmp_path, replace(OPTIONS, tensor_parallel=2)) as lab:
         lab.update(weights_of(models[0]))
         body, labels = during_updates(lab, models, PROMPT)
         (choice,) = body["choices"]

@@ -1,11 +1,14 @@
-"""A fault that cannot be had otherwise: a live parameter that changes between the copy and its verification."""
+"""Faults that cannot be had otherwise: a live parameter that changes between the copy and its verification, and errors of the
+transfer group that nobody thought of."""
+
+from typing import Any, NoReturn
 
 import torch
 
 from prl.sampler.engine import WorkerExtension
 
 
-class CorruptingExtension(WorkerExtension):
+class FaultyExtension(WorkerExtension):
     def corrupt_next_commit(self) -> None:
         """Flip one bit of one live parameter right after the next copy."""
         finish = self.finish_weight_update
@@ -18,3 +21,11 @@ class CorruptingExtension(WorkerExtension):
             bits ^= 1
 
         self.finish_weight_update = finish_and_corrupt
+
+    def break_group(self, method: str) -> None:
+        """Let a method of the present transfer group (close, receive) fail with an error that is none of the transport's."""
+
+        def fail(*_: Any) -> NoReturn:
+            raise KeyError(f"{method} is broken")
+
+        setattr(self.weight_transfer_engine._end, method, fail)

@@ -1,0 +1,62 @@
+"""What passes between vLLM's server and its engine: requests on their way in are salted with the version, outputs on their
+way out are timed. Both sit at the one place that all routes share."""
+
+import asyncio
+import time
+from typing import Any
+
+_FIRST_TOKEN_S = 0.25  # longest wait for the first token after an update; where it lasts longer, the gap is told as so far
+
+
+class Traffic:
+    """`label` names the weights that new requests meet. Requests of one label may share the KV cache of a common prefix, so
+    that a request never reuses keys and values that an earlier version computed; while it is None (the weights are being
+    exchanged) each shares with itself alone. A request that waits in the engine's queue over an update counts as in flight:
+    it keeps its label, and with it what the earlier version left."""
+
+    def __init__(self, engine: Any) -> None:
+        self.label: str | None = None
+        self._outputs = engine.output_processor
+        self._last_s: float | None = None  # time of the last output behind which requests were still waiting for more
+        self._since_s = self._paused_s = 0.0
+        self._first: asyncio.Future[float] | None = None  # time of the first output after a pause
+        self._add, engine.engine_core.add_request_async = engine.engine_core.add_request_async, self._salted
+        self._process, self._outputs.process_outputs = self._outputs.process_outputs, self._timed
+        self._abort, self._outputs.abort_requests = self._outputs.abort_requests, self._aborted
+
+    def paused(self, asked_s: float) -> None:
+        """The engine has just confirmed a pause that was asked for at the monotonic time `asked_s`."""
+        self._paused_s = time.monotonic()
+        self._since_s = asked_s if self._last_s is None else self._last_s
+        in_flight = self._outputs.get_num_unfinished_requests()
+        self._first = asyncio.get_running_loop().create_future() if in_flight else None
+
+    async def gap_s(self) -> float | None:
+        """Time between the last output before the pause and the first one after it, in seconds; None where nothing was in
+        flight. Waits for that output a moment; where it does not come, the time so far."""
+        if self._first is None:
+            return None
+        try:
+            async with asyncio.timeout(_FIRST_TOKEN_S):
+                return await self._first - self._since_s
+        except TimeoutError:
+            return time.monotonic() - self._since_s
+
+    async def _salted(self, request: Any) -> None:
+        label = request.external_req_id if self.label is None else self.label
+        request.cache_salt = label if request.cache_salt is None else f"{label} {request.cache_salt}"
+        await self._add(request)
+
+    def _timed(self, outputs: Any, timestamp: float, *arguments: Any, **named: Any) -> Any:
+        """`timestamp`: the monotonic time at which the engine's process had sampled these outputs."""
+        result = self._process(outputs, timestamp, *arguments, **named)
+        self._last_s = timestamp if self._outputs.get_num_unfinished_requests() else None
+        if self._first is not None and not self._first.done() and timestamp > self._paused_s:
+            self._first.set_result(timestamp)
+        return result
+
+    def _aborted(self, *arguments: Any, **named: Any) -> Any:
+        result = self._abort(*arguments, **named)
+        if not self._outputs.get_num_unfinished_requests():
+            self._last_s = None
+        return result
