@@ -266,7 +266,7 @@ def rollouts_per_s(run: RunFolder, began: float) -> float:
 async def load_rate(run: RunFolder, groups: int, n: int) -> float:
     """Answers a second with `groups` requests of n answers always in flight."""
     environment = processes(run, "sampler")[0].environ()
-    url = f"http://{environment['PRL_HOST']}:{environment['PRL_PORT']}/inference/v1/generate"
+    url = f"http://{environment['PRL_HOST']}:{environment['PRL_PORT']}/prl/generate"
     bodies = [request_body(prompt, n) for prompt in digit_prompts(run)]
     headers = {**authorization(read_token(run.token)), "Content-Type": "application/json"}
     answers = 0
@@ -310,9 +310,6 @@ def request_body(prompt_ids: Sequence[int], n: int) -> bytes:
         "temperature": 1.0,
         "top_p": 1.0,
         "stop_token_ids": [],
-        "logprobs": 0,
-        "detokenize": False,
-        "flat_logprobs": True,
     }
     return json.dumps({"token_ids": list(prompt_ids), "sampling_params": sampling}, separators=(",", ":")).encode()
 
