@@ -12,6 +12,7 @@ from typing import NoReturn
 from prl.config.load import load
 from prl.config.schema import Config
 from prl.control.client import ControlClient, ControlError
+from prl.control.parent import end_with_parent
 from prl.control.threaded import ThreadedClient
 from prl.control.token import read_token
 from prl.runfolder.paths import RunFolder
@@ -54,6 +55,7 @@ def child_from_environment() -> Child:
 def run_child(main: Callable[[Child, ControlClient], Awaitable[None]]) -> NoReturn:
     """Run an asynchronous role to its end. Its exception goes to the orchestrator as the cause and ends the process with 1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's: it ends the children in order
+    end_with_parent()
     child = child_from_environment()
 
     async def guarded() -> int:
@@ -75,6 +77,7 @@ def run_child(main: Callable[[Child, ControlClient], Awaitable[None]]) -> NoRetu
 def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoReturn:
     """The same for a synchronous role."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
     child = child_from_environment()
     code = 0
     with ThreadedClient(child.control_url, child.token, child.role, child.index, child.config.control) as client:

@@ -14,12 +14,13 @@ from prl.cluster.allocation import Allocation, read_allocation
 from prl.cluster.split import make_split
 from prl.config.load import load
 from prl.config.schema import Config
+from prl.control.parent import end_with_parent
 from prl.control.ports import free_port
 from prl.control.token import read_token
 from prl.orchestrator.binding import bind
 from prl.orchestrator.main import Orchestrator
 from prl.orchestrator.node import run_agent
-from prl.orchestrator.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome, RunFailed
+from prl.orchestrator.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome, RunFailed, reserve
 from prl.orchestrator.resume import find_start
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish_json
@@ -38,6 +39,8 @@ def run_node(run_folder: str) -> None:
     run = RunFolder(run_folder)
     attempt = run.attempts()[-1]
     allocation = read_allocation()
+    if allocation.job_id is None:
+        end_with_parent()  # under Slurm that is Slurm's business
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     if allocation.first:
         outcome = _lead(run, attempt, allocation)
@@ -61,6 +64,7 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
     """Rank 0; whatever goes wrong ends up in exit.json."""
     started = time.time()
     try:
+        reserve(run.exit(attempt))
         return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config)))
     except CancelledEarly as error:
         outcome = Outcome(CANCELLED, str(error), None, EXIT_CODES[CANCELLED], "", 0, started, time.time())

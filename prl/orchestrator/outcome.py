@@ -4,9 +4,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from prl.runfolder.publish import publish_json
+from prl.runfolder.publish import publish, publish_json
 
 DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
+RESERVE_BYTES = 128 * 1024
 EXIT_CODES = {DONE: 0, FAILED: 1, CANCELLED: 130}
 
 
@@ -43,7 +44,17 @@ class Outcome:
     ended: float
 
     def write(self, path: Path) -> None:
+        _reserve_of(path).unlink(missing_ok=True)
         publish_json(path, asdict(self))
+
+
+def reserve(path: Path) -> None:
+    """Keep room for the outcome at `path`: it has to be told above all when the filesystem is full."""
+    publish(_reserve_of(path), bytes(RESERVE_BYTES))
+
+
+def _reserve_of(path: Path) -> Path:
+    return path.with_name(".reserve")
 
 
 def conclude(causes: list[Cause], done: str, steps: int, started: float) -> Outcome:

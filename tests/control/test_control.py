@@ -1,9 +1,12 @@
 """The control plane over real sockets: the token, joins, heartbeats, deadlines, failures."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import aiohttp
+import psutil
 import pytest
 
 from prl.control.client import ControlClient, ControlError
@@ -262,3 +265,21 @@ async def until(condition, timeout_s=5):
     while not condition():
         assert loop.time() < end, "the condition never came to hold"
         await asyncio.sleep(0.01)
+
+
+def test_a_process_ends_with_the_one_that_started_it():
+    """Also when that is killed without a chance to say anything."""
+    child = "import time; from prl.control.parent import end_with_parent as e; e(); print('ready', flush=True); time.sleep(60)"
+    parent = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+    started = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
+    orphan = psutil.Process(int(started.stdout.readline()))
+    started.kill()
+    started.wait(10)
+    psutil.wait_procs([orphan], timeout=10)
+    assert not orphan.is_running()

@@ -1,11 +1,12 @@
 """Which of several causes is the cause."""
 
 import json
+import subprocess
 import time
 
 import pytest
 
-from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, conclude
+from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, conclude, reserve
 
 LOST_PEER = Cause("trainer 0: connection reset by peer", "trainer", REPORTED)
 DEATH = Cause("trainer 1 was ended by SIGKILL", "trainer", KILLED)
@@ -32,3 +33,24 @@ def test_the_cause_that_explains_the_others_wins(tmp_path, causes, cause, outcom
     written = json.loads((tmp_path / "exit.json").read_text())
     assert written["cause"] == cause
     assert written["detail"] == ("Traceback ..." if cause == NO_START.words else "")
+
+
+def test_there_is_room_for_the_outcome_on_a_full_filesystem(tmp_path):
+    """A real one, of 1 MiB, mounted where root may; elsewhere the reserve's release is looked at."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mounted = (
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False, timeout=30).returncode == 0
+    )
+    try:
+        reserve(folder / "exit.json")
+        assert (folder / ".reserve").stat().st_size >= 65536
+        if mounted:
+            with pytest.raises(OSError, match="No space left"):
+                (folder / "filler").write_bytes(bytes(2 * 2**20))
+        conclude([DEATH], "", 3, time.time()).write(folder / "exit.json")
+        assert json.loads((folder / "exit.json").read_text())["cause"] == DEATH.words
+        assert not (folder / ".reserve").exists()
+    finally:
+        if mounted:
+            subprocess.run(["umount", folder], check=True, timeout=30)
