@@ -70,6 +70,24 @@ def test_a_killed_child_ends_the_run_with_its_name(tmp_path, victim):
 
 @pytest.mark.slow
 @pytest.mark.deadline(360)
+def test_a_killed_orchestrator_leaves_nothing_behind(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    process = start(folder)
+    wait_for_steps(process, folder, 2)
+    children = children_of(process.pid, folder)
+    agent = psutil.Process(next(iter(children.values())).ppid())
+    agent.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    gone, alive = psutil.wait_procs(children.values(), timeout=15)
+    assert not alive
+    assert len(gone) == len(children)
+    assert time.monotonic() - killed < 10
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(360)
 def test_ctrl_c_ends_the_run_in_order(tmp_path):
     folder = RunFolder(tmp_path / "run")
     process = start(folder)
