@@ -28,4 +28,5 @@ def authorization(token: str) -> dict[str, str]:
 
 def is_authorized(header: str | None, token: str) -> bool:
     """Whether a request's Authorization header carries the token; takes equally long whatever it carries."""
-    return hmac.compare_digest((header or "").encode(), f"Bearer {token}".encode())
+    sent = (header or "").encode(errors="surrogateescape")  # aiohttp decodes bytes that are no text this way
+    return hmac.compare_digest(sent, f"Bearer {token}".encode())

@@ -61,6 +61,19 @@ def test_no_route_answers_without_the_token():
     asyncio.run(main())
 
 
+def test_a_header_that_is_no_text_is_refused():
+    async def main():
+        server, url, _ = await started()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"POST /join HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\nContent-Length: 0\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert (await reader.readline()).split()[1] == b"401"
+        writer.close()
+        await server.close()
+
+    asyncio.run(main())
+
+
 def test_malformed_calls_get_an_answer_that_says_what_is_wrong():
     async def main():
         server, url, _ = await started()
