@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+NICE = 5  # without GPUs trainers share cores with samplers, whose pauses at an update should not wait for a step's end
 _installed = False
 
 
@@ -49,6 +50,7 @@ def install(threads: int) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return
     torch.set_num_threads(threads)
+    os.nice(NICE)
     _replace_cuda_functions()
     _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
 
