@@ -8,6 +8,7 @@ from prl.actor.publisher import rollout_publisher
 from prl.actor.sampler_client import SamplerClient
 from prl.actor.tasks import load_tasks
 from prl.actor.tokenizer import ModelTokenizer
+from prl.config.hf_config import read_model_config
 from prl.control.child import Child, run_child
 from prl.control.client import ControlClient
 from prl.metrics.events import MetricsWriter
@@ -26,6 +27,7 @@ async def main(child: Child, control: ControlClient) -> None:
                 request_s=config.actor.request_s,
                 max_model_len=config.sample.max_model_len,
                 max_answers=config.sample.max_num_seqs,
+                vocabulary=read_model_config(child.run.model).vocabulary,
             )
         )
         verifier = await stack.enter_async_context(VerifierClient(child.token, deadline_s=config.actor.request_s))

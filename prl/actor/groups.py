@@ -1,21 +1,25 @@
 """Works on one lease: the rollouts of a group, or the answers of an evaluation, all at once."""
 
 import asyncio
-import logging
 import math
-from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from prl.actor.tasks import Task
+from prl.actor.troubles import Troubles
 from prl.domains.api import Problem, Sampler, SamplerError, VerifierError
 from prl.flow.ids import Lease
 from prl.flow.versions import Version
-from prl.streams.records import Group, Rollout
+from prl.streams.records import Group, Rollout, Turn
+from prl.streams.rollouts import check_group
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_LARGEST = float(np.finfo(np.float32).max)  # rewards and metrics travel as float32
+_REQUEST_FAULTS = ("refused", "too_long")  # a sampler's reasons that lie in what the domain asked: asking again is no use
 
 
 class GroupFailed(Exception):
@@ -24,7 +28,7 @@ class GroupFailed(Exception):
     def __init__(self, reason: str, message: str, *, domain_fault: bool) -> None:
         super().__init__(message)
         self.reason = reason
-        self.domain_fault = domain_fault  # the domain's code raised, neither samplers nor verifier nor the clock
+        self.domain_fault = domain_fault  # of the domain, neither of samplers nor verifier nor the clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +47,44 @@ class Limits:
     tries: int
 
 
-async def sample_group(task: Task, lease: Lease, sampler: Sampler, limits: Limits, errors: Counter[str]) -> Group:
-    """The group of a training lease. `errors` counts rollouts that had to be tried again. Raises GroupFailed."""
+async def sample_group(task: Task, lease: Lease, sampler: Sampler, limits: Limits, troubles: Troubles) -> Group:
+    """The group of a training lease, fit for the stream. `troubles` gets rollouts that have to be tried again. Raises
+    GroupFailed."""
     problem = _problems(task, lease, 1)[0]
-    rollouts = await _within(
-        _scored(task, problem, lease.rollouts, sampler, limits, errors), limits, f"group {lease.group} ({lease.problem})"
-    )
-    return Group(
-        epoch=lease.epoch,
-        domain=lease.domain,
-        dataset=problem.dataset,
-        problem=lease.problem,
-        group=lease.group,
-        issue=lease.issue,
-        rollouts=tuple(rollouts),
-    )
+
+    async def sampled() -> Group:
+        group = Group(
+            epoch=lease.epoch,
+            domain=lease.domain,
+            dataset=problem.dataset,
+            problem=lease.problem,
+            group=lease.group,
+            issue=lease.issue,
+            rollouts=tuple(await _scored(task, problem, lease.rollouts, sampler, limits, troubles)),
+        )
+        check_group(group)
+        return group
+
+    return await _within(sampled(), limits, f"group {lease.group} ({lease.problem})")
 
 
-async def evaluate(task: Task, lease: Lease, sampler: Sampler, limits: Limits, errors: Counter[str]) -> EvaluationResult:
+async def evaluate(task: Task, lease: Lease, sampler: Sampler, limits: Limits, troubles: Troubles) -> EvaluationResult:
     """One answer to each of the `lease.rollouts` held-out problems from number `lease.index` on. Raises GroupFailed."""
-    answers = (_scored(task, problem, 1, sampler, limits, errors) for problem in _problems(task, lease, lease.rollouts))
-    groups = await _within(_all(answers), limits, f"evaluation {lease.group} of {lease.domain}")
-    rollouts = [rollout for group in groups for rollout in group]
+    problems = _problems(task, lease, lease.rollouts)
+
+    async def evaluated() -> EvaluationResult:
+        groups = await _all(_scored(task, problem, 1, sampler, limits, troubles) for problem in problems)
+        return _summed_up([rollout for group in groups for rollout in group], task.domain.name)
+
+    return await _within(evaluated(), limits, f"evaluation {lease.group} of {lease.domain}")
+
+
+def _summed_up(rollouts: Sequence[Rollout], domain: str) -> EvaluationResult:
     rewards = [rollout.reward for rollout in rollouts]
     mean = math.fsum(rewards) / len(rewards)
     versions = [span.version for rollout in rollouts for turn in rollout.turns for span in turn.versions]
+    if not versions:
+        raise ValueError(f"domain {domain} gave {len(rollouts)} rollouts without one output token in all")
     return EvaluationResult(
         reward_mean=mean,
         reward_std=math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
@@ -91,33 +108,61 @@ def _problems(task: Task, lease: Lease, count: int) -> Sequence[Problem]:
 
 
 async def _scored(
-    task: Task, problem: Problem, n: int, sampler: Sampler, limits: Limits, errors: Counter[str]
+    task: Task, problem: Problem, n: int, sampler: Sampler, limits: Limits, troubles: Troubles
 ) -> Sequence[Rollout]:
-    rollouts: Sequence[Rollout] = await _all(_rollout(task, problem, sampler, limits.tries, errors) for _ in range(n))
+    rollouts: Sequence[Rollout] = await _all(_rollout(task, problem, sampler, limits.tries, troubles) for _ in range(n))
     if task.domain.score_group is not None:
+        _check(task, rollouts, n, scored=False)
         rollouts = await task.domain.score_group(problem, rollouts, task.context)
-    if len(rollouts) != n or not all(_is_whole(rollout) for rollout in rollouts):
-        raise ValueError(
-            f"domain {task.domain.name} must give {n} rollouts with turns and finite rewards: {str(rollouts)[:300]}"
-        )
+    _check(task, rollouts, n, scored=True)
     return rollouts
 
 
-def _is_whole(rollout: Any) -> bool:
-    return isinstance(rollout, Rollout) and len(rollout.turns) > 0 and math.isfinite(rollout.reward)
+def _check(task: Task, rollouts: Sequence[Any], n: int, *, scored: bool) -> None:
+    """Raises ValueError or TypeError unless these are n rollouts that the stream and the trainer can take. Rewards need only be
+    there once the group is `scored`."""
+    name = task.domain.name
+    if len(rollouts) != n:
+        raise ValueError(f"domain {name}: score_group gave {len(rollouts)} rollouts for {n}")
+    for number, rollout in enumerate(rollouts):
+        where = f"domain {name}, rollout {number} of {n}"
+        if not isinstance(rollout, Rollout):
+            raise TypeError(f"{where}: expected a Rollout, got {_shown(rollout)}")
+        if not rollout.turns or not all(_is_whole(turn) for turn in rollout.turns):
+            raise ValueError(f"{where}: expected turns as the sampler gives them, got {_shown(rollout.turns)}")
+        if scored and not _is_float32(rollout.reward):
+            raise ValueError(f"{where}: the reward must be a finite number in float32, got {_shown(rollout.reward)}")
+        for key, value in rollout.metrics.items():
+            if not isinstance(key, str) or not _is_float32(value):
+                raise ValueError(f"{where}: metric {_shown(key)} must be a finite number in float32, got {_shown(value)}")
 
 
-async def _rollout(task: Task, problem: Problem, sampler: Sampler, tries: int, errors: Counter[str]) -> Rollout:
+def _is_float32(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and bool(-_LARGEST <= value <= _LARGEST)
+
+
+def _is_whole(turn: Any) -> bool:
+    return isinstance(turn, Turn) and all(
+        isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype == dtype
+        for array, dtype in ((turn.prompt_ids, np.int32), (turn.output_ids, np.int32), (turn.logprobs, np.float32))
+    )
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:200]
+
+
+async def _rollout(task: Task, problem: Problem, sampler: Sampler, tries: int, troubles: Troubles) -> Rollout:
     left = tries
     while True:
         left -= 1
         try:
             return await task.domain.generate_rollout(problem, sampler, task.context)
         except (SamplerError, VerifierError) as error:
-            errors[_reason(error)] += 1
-            if left <= 0:
+            if left <= 0 or _is_domain_fault(error):
+                troubles.counts[_reason(error)] += 1  # its group's failure tells of it
                 raise
-            log.warning("rollout of %s is tried again: %s", task.domain.name, error)
+            troubles.add(_reason(error), f"a rollout of {task.domain.name} is tried again: {error}")
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -140,8 +185,14 @@ async def _within(work: Coroutine[Any, Any, T], limits: Limits, what: str) -> T:
             raise GroupFailed(
                 "rollout_deadline", f"{what} was not done within {limits.rollout_s:.0f} s", domain_fault=False
             ) from error
-        fault = not isinstance(error, SamplerError | VerifierError)
-        raise GroupFailed(_reason(error), f"{what}: {type(error).__name__}: {error}", domain_fault=fault) from error
+        words = f"{what}: {type(error).__name__}: {error}"
+        raise GroupFailed(_reason(error), words, domain_fault=_is_domain_fault(error)) from error
+
+
+def _is_domain_fault(error: Exception) -> bool:
+    if isinstance(error, SamplerError):
+        return error.reason in _REQUEST_FAULTS
+    return not isinstance(error, VerifierError)
 
 
 def _reason(error: Exception) -> str:

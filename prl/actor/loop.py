@@ -5,9 +5,7 @@ for new ones is leased as soon as there is some.
 """
 
 import asyncio
-import logging
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,13 +14,12 @@ from prl.actor.options import ActorOptions
 from prl.actor.publisher import Publisher
 from prl.actor.sampler_client import SamplerClient
 from prl.actor.tasks import Task
+from prl.actor.troubles import Troubles
 from prl.control.client import ControlClient
 from prl.flow.ids import Lease
 from prl.metrics.events import MetricsWriter
 from prl.metrics.names import FIRST_ROLLOUT_REQUEST, PHASE
 from prl.verifier.client import VerifierClient
-
-log = logging.getLogger(__name__)
 
 _GATHER_S = 0.01  # groups of one lease end close together: their room is leased with one call
 _DOMAIN_FAULTS = 16  # groups in a row that fail by the domain's own code end the actor: it would go on for ever
@@ -57,7 +54,7 @@ class Actor:
         self._faults_in_a_row = 0
         self._rollouts = 0  # since the last report
         self._output_tokens = 0
-        self._errors: Counter[str] = Counter()
+        self._troubles = Troubles()
         self._lag_s = 0.0
 
     async def run(self) -> None:
@@ -119,7 +116,7 @@ class Actor:
             if lease.kind == "evaluate":
                 await self._evaluate(task, lease)
             else:
-                group = await sample_group(task, lease, self._train_sampler, self._limits, self._errors)
+                group = await sample_group(task, lease, self._train_sampler, self._limits, self._troubles)
                 self._rollouts += len(group.rollouts)
                 self._output_tokens += sum(len(turn.output_ids) for rollout in group.rollouts for turn in rollout.turns)
                 self._parts.publisher.put(group)
@@ -128,7 +125,7 @@ class Actor:
             await self._fail(lease, failure)
 
     async def _evaluate(self, task: Task, lease: Lease) -> None:
-        result = await evaluate(task, lease, self._evaluate_sampler, self._limits, self._errors)
+        result = await evaluate(task, lease, self._evaluate_sampler, self._limits, self._troubles)
         await self._call(
             "evaluation",
             {
@@ -146,8 +143,8 @@ class Actor:
 
     async def _fail(self, lease: Lease, failure: GroupFailed) -> None:
         trace = failure if failure.domain_fault else None
-        log.warning("group %d, issue %d failed (%s): %s", lease.group, lease.issue, failure.reason, failure, exc_info=trace)
-        self._errors[f"group_{failure.reason}"] += 1
+        words = f"group {lease.group}, issue {lease.issue} failed ({failure.reason}): {failure}"
+        self._troubles.add(f"group_{failure.reason}", words, trace=trace)
         await self._call(
             "group_failed",
             {"group": lease.group, "issue": lease.issue, "reason": failure.reason},
@@ -174,7 +171,7 @@ class Actor:
                 "actor/groups_in_flight": float(len(self._in_flight)),
                 "actor/loop_lag_s": self._lag_s,
             }
-            for name, count in (self._errors + self._parts.samplers.counts).items():
+            for name, count in (self._troubles.counts + self._parts.samplers.counts).items():
                 values[f"actor/errors/{name}"] = float(count)  # since the actor started
             self._parts.metrics.write(values)
             self._rollouts = self._output_tokens = 0

@@ -1,7 +1,7 @@
 """Asks the samplers: merges equal prompts, spreads requests over replicas, tries again elsewhere, all until a deadline.
 
 Prompts asked for in one turn of the event loop with equal parameters go out as one request with n answers, which costs a
-sampler a third of n requests. A replica that cannot be reached or answers 503 or another server error rests for a while, and
+sampler a third of n requests. A replica that cannot be reached or answers 503 or the like rests for a while, and
 the request goes to another one. An aborted answer is continued from its last token.
 """
 
@@ -26,6 +26,7 @@ _FIRST_REST_S = 0.05
 _LONGEST_REST_S = 5.0
 _LEAVING_S = 2.0  # time that a fenced replica has to hand back its partial answers
 _CONNECT_S = 10.0
+_ELSEWHERE = frozenset({401, 408, 429})  # what another server, or this one later, may answer differently
 _CONNECTIONS = 512  # more requests than that wait here for a connection
 
 
@@ -64,14 +65,15 @@ class _Unavailable(Exception):
 class SamplerClient:
     """Used as an async context manager. `counts` counts what went wrong and was mended, by reason."""
 
-    def __init__(self, token: str, *, request_s: float, max_model_len: int, max_answers: int) -> None:
+    def __init__(self, token: str, *, request_s: float, max_model_len: int, max_answers: int, vocabulary: int) -> None:
         """`request_s`: deadline of one question with all its tries, in seconds. `max_model_len`: longest prompt and answer, in
-        tokens. `max_answers`: most answers that a sampler gives to one request."""
+        tokens. `max_answers`: most answers that a sampler gives to one request. `vocabulary`: number of token ids."""
         self.counts: Counter[str] = Counter()
         self._headers = {**authorization(token), "Content-Type": "application/json"}
         self._request_s = request_s
         self._max_model_len = max_model_len
         self._max_answers = max_answers
+        self._vocabulary = vocabulary
         self._replicas: dict[int, _Replica] = {}
         self._replicas_changed = asyncio.Event()
         self._pending: dict[tuple[tuple[int, ...], Parameters], _Question] = {}
@@ -128,12 +130,21 @@ class SamplerClient:
         question = self._pending.get(key)
         loop = asyncio.get_running_loop()
         if question is None:
+            self._check(prompt_ids)
             if not self._pending:
                 loop.call_soon(self._send_pending)
             question = self._pending[key] = _Question(prompt_ids, parameters, [])
         future: asyncio.Future[Turn] = loop.create_future()
         question.futures.append(future)
         return await future
+
+    def _check(self, prompt_ids: tuple[int, ...]) -> None:
+        """Raises SamplerError where there are ids that every sampler would refuse."""
+        ids = np.array(prompt_ids)
+        if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self._vocabulary):
+            known = range(self._vocabulary)
+            wrong = next((i for i in prompt_ids if not isinstance(i, int | np.integer) or int(i) not in known), prompt_ids)
+            raise SamplerError("refused", f"prompt ids must be whole numbers from 0 to {known[-1]}, got {wrong!r:.100}")
 
     def _send_pending(self) -> None:
         questions, self._pending = self._pending, {}
@@ -164,7 +175,7 @@ class SamplerClient:
         futures = question.futures
         prompt = np.array(question.prompt_ids, dtype=np.int32)  # shared by all turns
         try:
-            replica, answers = await self._request(question.prompt_ids, question.parameters, len(futures), deadline)
+            replica, answers = await self._request(prompt.tolist(), question.parameters, len(futures), deadline)
             aborted = {k: answer for k, answer in enumerate(answers) if _was_aborted(answer)}
             for k, answer in enumerate(answers):
                 if k not in aborted:
@@ -203,7 +214,7 @@ class SamplerClient:
                 if left <= 0:
                     answer = Answer(answer.output_ids, answer.logprobs, answer.versions, "length")
                     break
-                prompt_ids = (*prompt.tolist(), *answer.output_ids.tolist())
+                prompt_ids = [*prompt.tolist(), *answer.output_ids.tolist()]
                 rest = Parameters(left, parameters.temperature, parameters.top_p, parameters.stop_token_ids)
                 replica, (more,) = await self._request(prompt_ids, rest, 1, deadline)
                 if isinstance(more, SamplerError):
@@ -215,7 +226,7 @@ class SamplerClient:
             _settle(future, prompt, answer, replica, started)
 
     async def _request(
-        self, prompt_ids: tuple[int, ...], parameters: Parameters, n: int, deadline: float
+        self, prompt_ids: list[int], parameters: Parameters, n: int, deadline: float
     ) -> tuple[int, list[Answer | SamplerError]]:
         """Replica and answers, from whichever replica gives them before the deadline (on the loop's clock)."""
         room = self._max_model_len - len(prompt_ids)
@@ -283,7 +294,7 @@ class SamplerClient:
             except ValueError as error:
                 raise SamplerError("malformed", f"{where}: reply is not JSON: {error}: {data[:200]!r}") from error
         trouble = f"{where} answered {status}: {data[:300].decode(errors='replace')}"
-        if status >= 500:
+        if status >= 500 or status in _ELSEWHERE:
             raise _Unavailable(trouble)
         raise SamplerError("refused", trouble)
 

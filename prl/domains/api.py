@@ -15,7 +15,8 @@ it is called before a run is submitted. So is `has_held_out`, which says without
 in the evaluate split; a domain without it is taken to have some. `NEEDS_VERIFIER` refuses runs without verifier processes.
 
 SamplerError and VerifierError fail one rollout, which is tried again a few times; any other exception fails its group, which
-is counted and sampled again.
+is counted and sampled again. So does a prompt that samplers refuse or that does not fit their context: that is a fault of the
+domain's. An actor ends when 16 groups in a row failed by their domain.
 """
 
 from collections.abc import Mapping, Sequence

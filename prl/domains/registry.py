@@ -80,8 +80,13 @@ def domain_problems(config: Config) -> list[str]:
 
 
 def load_split(domain: Domain, options: Mapping[str, Any], split: str, seed: int) -> Sequence[Problem]:
-    """The problems of a split. Raises DomainError where they are no sequence of Problem, or none to train on."""
-    problems = domain.load_problems(options, split, seed)
+    """The problems of a split. Raises DomainError where they cannot be loaded, are no sequence of Problem, or none to
+    train on."""
+    try:
+        problems = domain.load_problems(options, split, seed)
+    except Exception as error:
+        words = str(error) if isinstance(error, DomainError) else f"{type(error).__name__}: {error}"
+        raise DomainError(f"domain {domain.name}: load_problems failed (split {split}): {words}") from error
     if not isinstance(problems, Sequence) or not all(isinstance(problem, Problem) for problem in problems):
         raise DomainError(f"domain {domain.name}: load_problems must return a sequence of Problem (split {split})")
     if split == "train" and not problems:

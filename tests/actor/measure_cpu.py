@@ -87,7 +87,7 @@ async def measure(url: str) -> None:
         with MetricsWriter(run.metrics, "actor", 0, 1) as metrics:
             async with (
                 ControlClient(url, TOKEN, "actor", 0, ControlOptions()) as control,
-                SamplerClient(TOKEN, request_s=60, max_model_len=64, max_answers=512) as samplers,
+                SamplerClient(TOKEN, request_s=60, max_model_len=64, max_answers=512, vocabulary=16) as samplers,
                 VerifierClient(TOKEN, deadline_s=5) as verifier,
             ):
                 publisher = rollout_publisher(run, "run", 1, control, StreamsOptions(), ControlOptions())

@@ -1,8 +1,10 @@
 """An actor between a real control server, real streams and servers that stand in for samplers."""
 
 import asyncio
+import math
+import re
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from stand_in import TOKEN, SamplerStandIn, choice, reply, until
@@ -26,6 +28,7 @@ from prl.runfolder.model import write_model_folder
 from prl.runfolder.paths import RunFolder
 from prl.streams.options import StreamsOptions
 from prl.streams.reader import read_rollouts
+from prl.streams.records import Rollout
 from prl.trainer.options import ModelOptions
 from prl.verifier.client import VerifierClient
 
@@ -97,7 +100,7 @@ async def actor_at_work(run, *samplers, tasks=None, **options):
         with MetricsWriter(run.metrics, "actor", 0, 1) as metrics:
             async with (
                 ControlClient(url, TOKEN, "actor", 0, ControlOptions()) as control,
-                SamplerClient(TOKEN, request_s=5, max_model_len=64, max_answers=512) as samplers,
+                SamplerClient(TOKEN, request_s=5, max_model_len=64, max_answers=512, vocabulary=16) as samplers,
                 VerifierClient(TOKEN, deadline_s=5) as verifier,
             ):
                 publisher = rollout_publisher(run, "a run", 1, control, StreamsOptions(), ControlOptions())
@@ -252,6 +255,29 @@ def test_a_group_has_a_deadline(run):
     asyncio.run(scenario())
 
 
+def test_a_domain_that_sleeps_for_ever_fails_its_group_alone(run):
+    solvable, known = digits.training_problems()[0], Context(ModelTokenizer(run.model), None)
+    calls = []
+
+    async def generate_rollout(problem, sampler, context):
+        calls.append(problem)
+        if len(calls) <= 4:  # the first group's
+            await asyncio.Event().wait()
+        return await digits.generate_rollout(solvable, sampler, known)
+
+    async def scenario():
+        async with (
+            SamplerStandIn(solve) as sampler,
+            actor_at_work(run, sampler, tasks=domain_of(generate_rollout), rollout_s=0.5) as orchestrator,
+        ):
+            orchestrator.offer(train(0), train(1))
+            await until(lambda: orchestrator.failed and orchestrator.groups)
+        assert [(f["group"], f["reason"]) for f in orchestrator.failed] == [(0, "rollout_deadline")]
+        assert orchestrator.groups == [1]
+
+    asyncio.run(scenario())
+
+
 def domain_of(generate_rollout, score_group=None):
     domain = Domain("digits", lambda *_: [], generate_rollout, score_group, None, None, needs_verifier=False)
     return {"digits": Task(domain, Context(None, None), [Problem({})] * 100, [])}
@@ -281,6 +307,90 @@ def test_a_domain_that_only_fails_ends_the_actor_with_its_cause(run, where):
 
     with pytest.raises(RuntimeError, match=r"16 groups in a row failed.*a fault of the domain's own"):
         asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "status", "words"),
+    [
+        ([999_999], 400, "999999"),
+        ([-1], 400, "-1"),
+        ([3], 400, "answered 400"),
+        ([3], 404, "answered 404"),
+        ([3] * 64, 200, "64"),
+    ],
+)
+def test_requests_that_are_refused_end_the_actor_with_their_cause(run, caplog, prompt, status, words):
+    """Each is asked once: neither its rollouts nor the log go round in circles."""
+
+    async def generate_rollout(problem, sampler, context):
+        return Rollout((await sampler.generate(prompt),), 1.0)
+
+    async def scenario():
+        async with (
+            SamplerStandIn(lambda body: status) as sampler,
+            actor_at_work(run, sampler, tasks=domain_of(generate_rollout)) as orchestrator,
+        ):
+            orchestrator.offer(*(train(n) for n in range(16)))
+            await asyncio.wait([orchestrator.working])
+            assert len(orchestrator.failed) == 16
+            assert {f["reason"] for f in orchestrator.failed} == {"sampler_too_long" if status == 200 else "sampler_refused"}
+            assert len(sampler.bodies) <= 1  # one prompt, asked for in one turn of the loop
+
+    with pytest.raises(RuntimeError, match=rf"16 groups in a row failed.*{words}"):
+        asyncio.run(scenario())
+    assert len([record for record in caplog.records if "failed" in record.message]) <= 2
+
+
+def nothing_sampled(turn):
+    return replace(turn, output_ids=turn.output_ids[:0], logprobs=turn.logprobs[:0], versions=())
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("train", lambda r: replace(r, reward=math.nan), r"rollout 2 of 4: the reward must be .* got nan"),
+        ("train", lambda r: replace(r, reward=1e300), r"rollout 2 of 4: the reward must be .* got 1e\+300"),
+        ("train", lambda r: replace(r, reward=10**400), r"rollout 2 of 4: the reward must be .* got 1000"),
+        ("train", lambda r: replace(r, reward="1.0"), r"rollout 2 of 4: the reward must be .* got '1.0'"),
+        ("train", lambda r: replace(r, reward=None), r"rollout 2 of 4: the reward must be .* got None"),
+        ("train", lambda r: replace(r, metrics={"x": "y"}), r"rollout 2 of 4: metric 'x' must be .* got 'y'"),
+        ("train", lambda r: replace(r, turns=()), r"rollout 2 of 4: expected turns .* got \(\)"),
+        ("train", lambda r: None, r"rollout 2 of 4: expected a Rollout, got None"),
+        (
+            "train",
+            lambda r: replace(r, turns=(replace(r.turns[0], versions=()),)),
+            r"StreamError: .*rollout 2: 5 output",
+        ),
+        ("train", lambda r: replace(r, turns=(replace(r.turns[0], output_ids=[1]),)), r"rollout 2 of 4: expected turns"),
+        ("evaluate", lambda r: replace(r, turns=(nothing_sampled(r.turns[0]),)), "without one output token"),
+    ],
+)
+def test_a_rollout_that_is_none_fails_its_group_alone(run, caplog, kind, change, words):
+    solvable, known = digits.training_problems()[0], Context(ModelTokenizer(run.model), None)
+
+    async def generate_rollout(problem, sampler, context):
+        return await digits.generate_rollout(solvable, sampler, known)
+
+    async def score_group(problem, rollouts, context):
+        bad = 0 if kind == "evaluate" else 2
+        return [change(r) if k == bad and not scored else r for k, r in enumerate(rollouts)]
+
+    scored = []
+
+    async def scenario():
+        tasks = domain_of(generate_rollout, score_group)
+        tasks["digits"] = replace(tasks["digits"], evaluate=[Problem({})])
+        async with SamplerStandIn(solve) as sampler, actor_at_work(run, sampler, tasks=tasks) as orchestrator:
+            orchestrator.offer(train(7) if kind == "train" else Lease("evaluate", "digits", 0, 0, 7, 0, 1))
+            await until(lambda: orchestrator.failed)
+            scored.append(True)
+            orchestrator.offer(train(8))
+            await until(lambda: orchestrator.groups)
+        assert [f["group"] for f in orchestrator.failed] == [7]
+        assert orchestrator.groups == [8]
+
+    asyncio.run(scenario())
+    assert re.search(words, caplog.text)
 
 
 def test_metrics(run):

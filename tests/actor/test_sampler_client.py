@@ -16,7 +16,7 @@ from prl.streams.records import VersionSpan
 
 
 def client(**changes):
-    return SamplerClient(TOKEN, **{"request_s": 10.0, "max_model_len": 64, "max_answers": 512, **changes})
+    return SamplerClient(TOKEN, **{"request_s": 10.0, "max_model_len": 64, "max_answers": 512, "vocabulary": 16, **changes})
 
 
 async def gather(sampler, prompts, **parameters):
@@ -73,7 +73,7 @@ def test_equal_prompts_of_one_turn_of_the_loop_are_one_request():
 
 def test_requests_are_spread_by_tokens_in_flight():
     async def scenario():
-        async with SamplerStandIn() as a, SamplerStandIn() as b, client(max_model_len=1000) as samplers:
+        async with SamplerStandIn() as a, SamplerStandIn() as b, client(max_model_len=1000, vocabulary=20) as samplers:
             a.hold = b.hold = asyncio.Event()
             samplers.set_replicas({0: a.url, 1: b.url})
             sampler = samplers.sampler(10, 1.0, 1.0)
@@ -91,7 +91,7 @@ def test_requests_are_spread_by_tokens_in_flight():
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("fault", [503, 500, "disconnect", "nobody listens"])
+@pytest.mark.parametrize("fault", [503, 500, 429, 408, 401, "disconnect", "nobody listens"])
 def test_a_failing_replica_is_left_alone_and_another_one_asked(fault):
     async def scenario():
         async with SamplerStandIn(lambda body: fault) as bad, SamplerStandIn() as good, client() as samplers:
@@ -147,6 +147,23 @@ def test_deadlines():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("wrong", [16, -1, 2**40, 2**70, 1.5, "1", None])
+def test_ids_that_are_not_in_the_vocabulary_are_not_sent(wrong):
+    async def scenario():
+        async with SamplerStandIn() as stand_in, client() as samplers:
+            samplers.set_replicas({0: stand_in.url})
+            sampler = samplers.sampler(5, 1.0, 1.0)
+            first, second, good = await gather(sampler, [[3, wrong], [3, wrong], [0, 15]])
+            for error in (first, second):
+                assert isinstance(error, SamplerError)
+                assert (error.reason, repr(wrong) in str(error)) == ("refused", True)
+            assert good.prompt_ids.tolist() == [0, 15]
+            await sampler.generate(np.array([4, 5]))
+            assert [body["token_ids"] for body in stand_in.bodies] == [[0, 15], [4, 5]]
+
+    asyncio.run(scenario())
+
+
 def test_a_refused_request_is_not_repeated():
     async def scenario():
         async with SamplerStandIn(lambda body: 400) as stand_in, client() as samplers:
@@ -161,10 +178,12 @@ def test_a_refused_request_is_not_repeated():
 
 def test_a_wrong_token_is_refused():
     async def scenario():
-        async with SamplerStandIn() as stand_in, SamplerClient("?", request_s=5, max_model_len=9, max_answers=1) as samplers:
+        options = {"request_s": 0.3, "max_model_len": 9, "max_answers": 1, "vocabulary": 16}
+        async with SamplerStandIn() as stand_in, SamplerClient("?", **options) as samplers:
             samplers.set_replicas({0: stand_in.url})
-            with pytest.raises(SamplerError, match="401"):
+            with pytest.raises(SamplerError, match="401") as caught:
                 await samplers.sampler(5, 1.0, 1.0).generate([1])
+            assert caught.value.reason == "deadline"  # it may be a stranger at a replica's address: others are asked
 
     asyncio.run(scenario())
 

@@ -76,6 +76,12 @@ def test_a_package_that_cannot_be_imported_is_not_taken_for_absent(module):
         find_domain(module("whole", WHOLE))
 
 
+def test_a_failure_to_load_names_the_domain(module):
+    name = module("faulty", WHOLE.replace("    return [", "    {}[split]; return [", 1))
+    with pytest.raises(DomainError, match=rf"domain {name}: load_problems failed \(split train\): KeyError: 'train'"):
+        load_split(find_domain(name), {}, "train", 1)
+
+
 def test_problems_must_be_problems(module):
     name = module("odd", "def load_problems(o, split, s): return ['x']\nasync def generate_rollout(p, s, c): pass")
     with pytest.raises(DomainError, match="sequence of Problem"):
