@@ -6,14 +6,15 @@ prl-submit --resume runs/quickstart              go on from the latest checkpoin
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
+from prl.cli import console
+from prl.cli.ending import explain, full_filesystem
+from prl.cli.interrupts import Cancelled, Interrupts
 from prl.cli.options_text import describe_options
-from prl.cli.progress import Outcome, follow
+from prl.cli.progress import Outcome, follow, read_outcome
 from prl.cluster import submission
 from prl.cluster.run import ProgramError
 from prl.cluster.slurm import SlurmError, check_slurm
@@ -28,15 +29,24 @@ from prl.runfolder.paths import RunFolder
 BAD_INPUT = 2
 FAILED = 1
 CANCELLED = 130
+KILLED = "the job's first process was killed before it could say why"
 LOCAL_HOST = "127.0.0.1"  # where the processes of a run without Slurm serve
 
 
-class _CancelledError(Exception):
-    """The user, or whoever ends the user's session, wants the run to end."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
+    console.prepare()
     options = _parser().parse_args(arguments)
+    try:
+        with Interrupts() as interrupts:
+            return _main(options, interrupts)
+    except Cancelled:
+        console.tell("prl-submit: cancelled; nothing was submitted")
+        return CANCELLED
+    finally:
+        console.silence_broken()
+
+
+def _main(options: argparse.Namespace, interrupts: Interrupts) -> int:
     if options.options:
         print(describe_options())
         return 0
@@ -51,16 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if split.kind != "local":
             submission.script_for(config, split, folder, 1)  # refuses options that cannot be, before anything is written
             check_slurm(config, split)
-        job = _submit(config, split, folder, resume=options.resume is not None)
-        if split.kind == "local" or options.wait:
-            return _follow(job, config)
-        return _leave(job)
+        print(f"run {config.run.name} in {folder}\n{split.describe()}", flush=True)  # as long as nothing is there to be undone
+        return _submit(config, split, folder, options, interrupts)
     except (ConfigError, SlurmError) as error:
         for line in str(error).splitlines():
-            print(f"prl-submit: error: {line}", file=sys.stderr)
+            console.tell(f"prl-submit: error: {console.printable(line)}")
         return BAD_INPUT
     except (SubmissionError, ProgramError, OSError) as error:
-        print(f"prl-submit: error: {error}", file=sys.stderr)
+        console.tell(f"prl-submit: error: {console.printable(str(error))}")
         return FAILED
 
 
@@ -98,6 +106,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
                 f"{folder.checkpoints}); submit it anew, with train.checkpoint_every_steps set"
             )
         submission.check_not_running(folder)
+        submission.check_checkpoint(folder)
         config = replace(load(folder.config, options.set), run={"folder": str(folder)})
         step = folder.manifests()[-1][0]
         if step >= config.run.steps:
@@ -144,20 +153,37 @@ def _show(config: Config, split: Split, folder: RunFolder) -> None:
         print(f"\nbatch script:\n{submission.script_for(config, split, folder, attempt)}")
 
 
-def _submit(config: Config, split: Split, folder: RunFolder, *, resume: bool) -> Submission:
+def _submit(config: Config, split: Split, folder: RunFolder, options: argparse.Namespace, interrupts: Interrupts) -> int:
+    """Start the job and follow it or leave it to Slurm; the exit code. Whatever happens to this command between the start of
+    a local job and its end, the job does not outlive it."""
     from prl.orchestrator.agent import run_node
 
-    if not resume:
-        submission.write_run_folder(config, folder)
-    attempt = submission.start_attempt(config, folder)
+    job: Submission | None = None
     try:
-        job = submission.submit(config, split, folder, attempt, run_node, str(folder))
-    except SubmissionError:
-        submission.withdraw(folder, attempt)
+        with interrupts.held(), submission.undone_on_error(config, folder, resume=options.resume is not None) as attempt:
+            interrupts.check()
+            job = submission.submit(config, split, folder, attempt, run_node, str(folder))
+        interrupts.check()
+        _record_start(config, folder, attempt)
+        if job.kind != "local" and not options.wait:
+            return _leave(job)
+        return _follow(job, config)
+    except Cancelled as reason:
+        if job is None:
+            raise
+        console.tell(f"\n{reason}: ending the run (up to {config.control.stop_s:g} s)")
+        job.cancel(config.control.stop_s)
+        if job.kind == "local":
+            explain(job, CANCELLED, f"cancelled ({reason}) before the run could say anything")
+        console.tell(f"cancelled; the run's folder is {job.run}")
+        return CANCELLED
+    except BaseException as error:
+        if job is not None and job.kind != "local":
+            console.tell(f"prl-submit: job {job.job_id} was submitted and is left as it is; its run is {job.run}")
+        elif job is not None:  # nobody is left who could end it
+            job.cancel(config.control.stop_s)
+            explain(job, FAILED, f"prl-submit could not go on ({type(error).__name__}: {error}) and ended the run")
         raise
-    _record_start(config, folder, attempt)
-    print(f"run {config.run.name} in {folder}\n{split.describe()}", flush=True)
-    return job
 
 
 def _record_start(config: Config, folder: RunFolder, attempt: int) -> None:
@@ -172,45 +198,27 @@ def _record_start(config: Config, folder: RunFolder, attempt: int) -> None:
 
 
 def _follow(job: Submission, config: Config) -> int:
-    """Show progress to the end; the run's exit code. Ctrl-C, SIGTERM and a closed terminal end the run in order."""
+    """Show progress to the end; the run's exit code."""
     if job.kind != "local":
         print(f"job {job.job_id} submitted; waiting for it (Ctrl-C cancels it)", flush=True)
-    before = {number: signal.signal(number, _cancel) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        outcome = follow(job.run, job.attempt, config, job.ended)
-    except _CancelledError as reason:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)  # the run is ending already; its grace has a limit
-        try:
-            print(f"\n{reason}: ending the run (up to {config.control.stop_s:g} s)", flush=True)
-        finally:  # a closed terminal takes no words
-            job.cancel(config.control.stop_s)
-        print(f"cancelled; the run's folder is {job.run}", flush=True)
-        return CANCELLED
-    except BaseException:
-        if job.kind == "local":  # nobody is left who could end it
-            job.cancel(config.control.stop_s)
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return _report(job, outcome)
-
-
-def _cancel(number: int, _: FrameType | None) -> None:
-    raise _CancelledError("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+    outcome = follow(job.run, job.attempt, config, job.ended)
+    job.end_rest(config.control.stop_s)  # a killed job leaves processes behind
+    return _report(job, outcome or read_outcome(job.run, job.attempt))
 
 
 def _report(job: Submission, outcome: Outcome | None) -> int:
     logs = job.run.logs(job.attempt)
     if outcome is None:
         traceback, state = job.traceback(), job.state()
-        said = traceback.rstrip().splitlines()[-1] if traceback else f"nothing was said; see {job.job.paths.stderr}"
-        print(f"the run failed (job {job.job_id} is {state}): {said}\nlogs: {logs}", file=sys.stderr)
+        said = traceback.rstrip().splitlines()[-1] if traceback else KILLED
+        said = full_filesystem(job.run.path) or said
+        if job.kind == "local":
+            explain(job, FAILED, said)
+        see = "" if traceback else f"\nsee {job.job.paths.stderr}"
+        console.tell(f"the run failed (job {job.job_id} is {state}): {console.printable(said)}{see}\nlogs: {logs}")
         return FAILED
-    print(
-        f"{outcome.outcome}: {outcome.cause} (exit code {outcome.code})", file=sys.stdout if outcome.code == 0 else sys.stderr
-    )
+    ended = f"{outcome.outcome}: {console.printable(outcome.cause)} (exit code {outcome.code})"
+    print(ended, file=sys.stdout if outcome.code == 0 else sys.stderr)
     print(f"run folder: {job.run}" if outcome.code == 0 else f"run folder: {job.run}\nlogs: {logs}")
     return outcome.code
 

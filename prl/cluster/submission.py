@@ -6,16 +6,17 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from submitit.core import core
 from submitit.core.utils import FailedJobError, FailedSubmissionError, pickle_load
 
 from prl.cluster.executors import LocalExecutor, ScriptExecutor
+from prl.cluster.processes import end_processes, first_processes, processes_of
 from prl.cluster.run import ProgramError, run
 from prl.cluster.script import render, submitit_folder, task_command, task_environment, template_folder
 from prl.cluster.slurm import ended, job_state
@@ -44,6 +45,7 @@ class Submission:
     attempt: int
     kind: Kind
     job: core.Job[Any]
+    submitted: float  # seconds since the epoch
     ask: Callable[[str], str | None] = job_state  # Slurm, for a job's state
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
@@ -85,8 +87,12 @@ class Submission:
                 return self.ask(self.job_id) or "UNKNOWN"
             except ProgramError as error:
                 return f"UNKNOWN ({error})"
-        code = self._process.poll()
-        return "RUNNING" if code is None else "COMPLETED" if self.traceback() is None else "FAILED"
+        if self._process.poll() is None:
+            return "RUNNING"
+        if self.traceback() is not None:
+            return "FAILED"
+        tasks = [self.job.task(number) for number in range(self.job.num_tasks)]
+        return "COMPLETED" if all(task.paths.result_pickle.exists() for task in tasks) else "KILLED"
 
     def traceback(self) -> str | None:
         """What the first failed task raised; None where none did, or where the tasks were killed before they could say."""
@@ -108,7 +114,13 @@ class Submission:
             self._process.send_signal(signal.SIGTERM)  # submitit's controller hands it on to the task
             _wait_process(self._process, grace_s)
         _kill_group(self._process.pid)
+        end_processes(self.run, self.attempt, grace_s=0)  # children have groups of their own
         _wait_process(self._process, 10.0)
+
+    def end_rest(self, grace_s: float) -> None:
+        """End what a local job left running here when it was killed itself; a Slurm job's rest is Slurm's to end."""
+        if self.kind == "local":
+            end_processes(self.run, self.attempt, grace_s)
 
     @property
     def _process(self) -> "subprocess.Popen[bytes]":
@@ -120,14 +132,38 @@ class Submission:
 
 def write_run_folder(config: Config, folder: RunFolder) -> None:
     """Make the folder of a new run. Raises OSError; nothing of a half-made folder is left then."""
-    fresh = not folder.path.exists()
+    fresh = _claim(folder.path)
     try:
         folder.create()
         create_token(folder.token)
         write_model_folder(config.model, folder.model)
     except BaseException:
-        if fresh:
-            shutil.rmtree(folder.path, ignore_errors=True)
+        _empty(folder.path, remove=fresh)
+        raise
+
+
+@contextmanager
+def undone_on_error(config: Config, folder: RunFolder, *, resume: bool) -> Iterator[int]:
+    """Make the folder of a new run, or go on with that of an old one, and the folder of the next attempt, whose number it
+    gives. Where the block raises, what was made is removed again, so that the folder is as it was: a job that it started
+    must be gone then."""
+    fresh = not resume and not folder.path.exists()
+    before = folder.config.read_bytes() if resume else b""
+    attempts = folder.attempts()
+    if not resume:
+        write_run_folder(config, folder)
+    try:
+        yield start_attempt(config, folder)
+    except BaseException:
+        if resume:
+            for attempt in set(folder.attempts()) - set(attempts):
+                shutil.rmtree(folder.attempt(attempt), ignore_errors=True)
+            if folder.config.read_bytes() != before:
+                publish(folder.config, before)
+            if attempts:
+                _point_latest(folder, attempts[-1])
+        else:
+            _empty(folder.path, remove=fresh)
         raise
 
 
@@ -165,47 +201,48 @@ def submit(
         script = script_for(config, split, folder, attempt)
         publish(folder.attempt(attempt) / "submission.sh", script.encode())
         executor = ScriptExecutor(submitit_folder(folder, attempt), script, split.nodes)
+    job: core.Job[Any] | None = None
+    submitted = time.time()
     try:
         job = executor.submit(function, *arguments)
-    except (FailedJobError, FailedSubmissionError, OSError) as error:
-        raise SubmissionError(f"the job was not accepted: {error}") from error
-    first = str(job.job_id)
-    publish_json(
-        folder.attempt(attempt) / "submission.json",
-        {
-            "kind": split.kind,
-            "job_id": first,
-            # Slurm numbers the components of one job one after another.
-            "component_job_ids": [str(int(first) + k) for k in range(len(split.components))],
-            "nodes": [component.nodes for component in split.components],
-            "submitted": time.time(),
-            "host": os.uname().nodename,
-            "folder": str(submitit_folder(folder, attempt)),
-        },
-    )
-    return Submission(folder, attempt, split.kind, job)
-
-
-def withdraw(folder: RunFolder, attempt: int) -> None:
-    """Undo an attempt whose submission failed, so that the folder can be used again."""
-    if attempt == 1:
-        shutil.rmtree(folder.path)
-    else:
-        shutil.rmtree(folder.attempt(attempt))
-        _point_latest(folder, attempt - 1)
+        first = str(job.job_id)
+        publish_json(
+            folder.attempt(attempt) / "submission.json",
+            {
+                "kind": split.kind,
+                "job_id": first,
+                # Slurm numbers the components of one job one after another.
+                "component_job_ids": [str(int(first) + k) for k in range(len(split.components))],
+                "nodes": [component.nodes for component in split.components],
+                "submitted": submitted,
+                "host": os.uname().nodename,
+                "folder": str(submitit_folder(folder, attempt)),
+            },
+        )
+    except BaseException as error:  # the job may have begun
+        if split.kind == "local":
+            end_processes(folder, attempt, grace_s=0)
+        elif job is not None:
+            run(["scancel", str(job.job_id)], timeout_s=30.0)
+        if isinstance(error, FailedJobError | FailedSubmissionError | OSError):
+            raise SubmissionError(f"the job was not accepted: {error}") from error
+        raise
+    return Submission(folder, attempt, split.kind, job, submitted)
 
 
 def check_not_running(folder: RunFolder) -> None:
     """Raises ConfigError where the run's latest attempt still goes on: two attempts at once would spoil each other."""
+    first = first_processes(processes_of(folder))
+    if first:
+        pids = " ".join(str(process.pid) for process in first)
+        attempt = first[0].environ().get("PRL_ATTEMPT", "?")
+        raise ConfigError(f"{folder}: attempt {attempt} still runs here; end it first: kill {pids}")
     attempts = folder.attempts()
     record = folder.attempt(attempts[-1]) / "submission.json" if attempts else None
     if record is None or not record.exists():
         return
-    submission = json.loads(record.read_text())
-    job_id = str(submission["job_id"])
-    if submission["kind"] == "local":
-        if submission["host"] == os.uname().nodename and _is_job(int(job_id), folder.path):
-            raise ConfigError(f"{folder}: attempt {attempts[-1]} still runs here; end it first: kill {job_id}")
+    kind, job_id = _read_submission(record)
+    if kind == "local":
         return
     try:
         state = job_state(job_id)
@@ -215,11 +252,59 @@ def check_not_running(folder: RunFolder) -> None:
         raise ConfigError(f"{folder}: job {job_id} of attempt {attempts[-1]} is {state}; end it first: scancel {job_id}")
 
 
-def _is_job(pid: int, folder: Path) -> bool:
+def check_checkpoint(folder: RunFolder) -> None:
+    """Raises ConfigError where the newest checkpoint's manifest cannot be gone on from."""
+    *earlier, (step, path) = folder.manifests()
     try:
-        return any(str(folder) in argument for argument in psutil.Process(pid).cmdline())
-    except psutil.Error:
+        manifest = json.loads(path.read_text())
+        whole = [isinstance(manifest[key], int) for key in ("step", "lineage", "evaluations_reached")]
+        whole += [isinstance(manifest[key], dict) for key in ("dispatcher", "forks")]
+        wrong = "" if all(whole) and isinstance(manifest["dispatcher"]["events"], int) else "a value of another kind"
+        if not wrong and manifest["step"] != step:
+            wrong = f"it is of step {manifest['step']}"
+    except KeyError as error:
+        wrong = f"{error} is missing"
+    except (OSError, ValueError, TypeError) as error:
+        wrong = str(error)
+    if wrong:
+        rest = f"the one before it is step {earlier[-1][0]}" if earlier else "there is none before it: then submit the run anew"
+        raise ConfigError(f"{path}: no checkpoint's manifest ({wrong}); remove the folder {path.parent}; {rest}")
+
+
+def _read_submission(record: Path) -> tuple[str, str]:
+    """(kind, job id) of an attempt."""
+    try:
+        facts = json.loads(record.read_text())
+        return str(facts["kind"]), str(facts["job_id"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{record}: no record of a submission ({type(error).__name__}: {error}), so that nobody can tell whether that job "
+            f"still runs; see that it has ended, then remove the file"
+        ) from None
+
+
+def _claim(folder: Path) -> bool:
+    """Make the folder; whether it was not there before. Raises FileExistsError where it holds something."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir() or any(folder.iterdir()):
+            raise
         return False
+    return True
+
+
+def _empty(folder: Path, *, remove: bool) -> None:
+    """Remove what a submission made in a folder that was empty, or not there."""
+    if remove:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _point_latest(folder: RunFolder, attempt: int) -> None:

@@ -14,11 +14,20 @@ def snapshot_code(target: Path, slurm_folder: Path) -> None:
         return  # the run's own copy is what is running
     new = target.with_name(f"{target.name}.new")
     shutil.rmtree(new, ignore_errors=True)
-    shutil.copytree(package, new / package.name, ignore=_SKIPPED)
-    shutil.copytree(slurm_folder, new / "slurm", ignore=_SKIPPED)
-    configs = package.parent / "configs"
-    if configs.is_dir() and (package.parent / "setup.cfg").is_file():
-        shutil.copytree(configs, new / "configs", ignore=_SKIPPED)
+    try:
+        shutil.copytree(package, new / package.name, ignore=_SKIPPED)
+        shutil.copytree(slurm_folder, new / "slurm", ignore=_SKIPPED)
+        configs = package.parent / "configs"
+        if configs.is_dir() and (package.parent / "setup.cfg").is_file():
+            shutil.copytree(configs, new / "configs", ignore=_SKIPPED)
+    except shutil.Error as error:  # one entry a file
+        _, first, why = error.args[0][0]
+        free = shutil.disk_usage(target.parent).free
+        shutil.rmtree(new, ignore_errors=True)
+        raise OSError(f"the code cannot be copied to {first}: {why} ({free / 2**20:.0f} MiB are free there)") from error
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
     if target.exists():
         shutil.rmtree(target)
     new.rename(target)

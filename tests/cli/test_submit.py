@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from prl.cli import plan, submit
@@ -22,6 +23,7 @@ sample: {dtype: float32, max_model_len: 64, kv_cache_mib: 64}
 actor: {max_tokens: 5}
 verifier: {processes: 0}
 """
+MANIFEST = {"step": 10, "lineage": 0, "forks": {}, "dispatcher": {"events": 0}, "evaluations_reached": 0}
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "vllm", "megatron", "transformers")
 
@@ -150,7 +152,7 @@ def test_resume_needs_a_finished_checkpoint(config, capsys):
     (config / "runs/one/checkpoints/step_000010").mkdir()
     assert submit.main(["--resume", "runs/one"]) == 2
     assert "no finished checkpoint to go on from" in capsys.readouterr().err
-    (config / "runs/one/checkpoints/step_000010/manifest.json").write_text("{}")
+    (config / "runs/one/checkpoints/step_000010/manifest.json").write_text(json.dumps(MANIFEST))
     assert submit.main(["--resume", "runs/one", "--dry-run"]) == 0
     assert submit.main(["--resume", "runs/one", "--set", "run.steps=10"]) == 2
     error = capsys.readouterr().err
@@ -170,9 +172,98 @@ def test_a_local_run_that_fails_ends_with_its_cause_and_a_code(config):
     assert process.returncode == 1
     assert "the run failed" in out
     assert "ValueError: the cause of it all" in out
+    said = json.loads((config / "runs/one/attempt_001/exit.json").read_text())
+    assert (said["outcome"], said["cause"], said["code"]) == ("failed", "ValueError: the cause of it all", 1)
     second = with_function("fail", "c.yaml")
     assert "already holds another run; go on with it by prl-submit --resume" in second.communicate(timeout=60)[0]
     assert second.returncode == 2
+
+
+def processes_of(run):
+    """By the environment alone, whatever they are."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            found += [process.pid] if process.environ().get("PRL_RUN") == str(run) else []
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(path, process):
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+
+
+def test_an_output_that_takes_nothing_is_an_error_before_anything_is_written(config):
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = [sys.executable, str(Path(__file__).parent / "run_submit.py"), "wait_for_term", "c.yaml"]
+    for stream in (writing, os.open("/dev/full", os.O_WRONLY)):
+        done = subprocess.run(program, stdout=stream, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert done.returncode == 1
+        assert re.fullmatch("prl-submit: error: .*(Broken pipe|No space left on device)\n", done.stderr)
+        assert files(config) == ["c.yaml"]
+        os.close(stream)
+
+
+@pytest.mark.parametrize("seen", ["code", "attempt_001/submitit", "attempt_001/submission.json", "metrics/submit-0.jsonl"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_the_job_is_started_leaves_nothing_running(config, number, seen):
+    process = with_function("wait_for_term", "c.yaml", "--set", "control.stop_s=2", start_new_session=True)
+    run = config / "runs/one"
+    wait_for(run / seen, process)
+    process.send_signal(number)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, out
+    assert "cancelled" in out
+    assert "Traceback" not in out
+    assert processes_of(run) == []
+    if run.exists():
+        assert json.loads((run / "attempt_001/exit.json").read_text())["outcome"] == "cancelled"
+
+
+def test_a_killed_controller_is_told_and_what_it_left_is_ended(config):
+    process = with_function("wait_for_term", "c.yaml", start_new_session=True)
+    run = config / "runs/one"
+    wait_for(run / "started", process)
+    os.kill(int(json.loads((run / "attempt_001/submission.json").read_text())["job_id"]), signal.SIGKILL)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "COMPLETED" not in out
+    assert "the run failed" in out
+    assert processes_of(run) == []
+    assert (run / "ended in order").exists()
+    said = json.loads((run / "attempt_001/exit.json").read_text())
+    assert (said["outcome"], said["role"], said["steps"]) == ("failed", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "list indices"),
+        ("{", "Expecting property name"),
+        (json.dumps({**MANIFEST, "step": 9}), "it is of step 9"),
+        (json.dumps({**MANIFEST, "dispatcher": {}}), "'events' is missing"),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_before_an_attempt_is_made(config, capsys, text, words):
+    assert with_function("fail", "c.yaml").wait(60) == 1
+    run = config / "runs/one"
+    for step, manifest in ((5, json.dumps({**MANIFEST, "step": 5})), (10, text)):
+        (run / f"checkpoints/step_{step:06d}").mkdir()
+        (run / f"checkpoints/step_{step:06d}/manifest.json").write_text(manifest)
+    assert submit.main(["--resume", "runs/one"]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert f"remove the folder {run}/checkpoints/step_000010; the one before it is step 5" in error
+    (run / "attempt_001/submission.json").write_text("nonsense")
+    assert submit.main(["--resume", "runs/one"]) == 2
+    assert f"{run}/attempt_001/submission.json: no record of a submission" in capsys.readouterr().err
+    assert not (run / "attempt_002").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,10 +45,8 @@ def start(tmp_path, function, nodes=None, **cluster):
         cluster={"nodes": nodes, "time_min": 2, **cluster},
     )
     folder = RunFolder(config.run.folder)
-    if not folder.path.exists():
-        submission.write_run_folder(config, folder)
-    attempt = submission.start_attempt(config, folder)
-    return submission.submit(config, make_split(config), folder, attempt, function, str(folder))
+    with submission.undone_on_error(config, folder, resume=folder.path.exists()) as attempt:
+        return submission.submit(config, make_split(config), folder, attempt, function, str(folder))
 
 
 def wait(job, limit_s=60):
@@ -146,6 +145,38 @@ def test_a_local_job_that_does_not_end_is_killed(tmp_path):
         time.sleep(0.05)
 
 
+def test_what_a_killed_controller_leaves_is_found_and_ended(tmp_path):
+    job = start(tmp_path, jobs.ignore_term)
+    wait_for(job.run.path / "started")
+    (task,) = psutil.Process(int(job.job_id)).children()
+    os.kill(int(job.job_id), signal.SIGKILL)
+    wait(job)
+    assert job.state() == "KILLED"
+    with pytest.raises(ConfigError, match=f"attempt 1 still runs here; end it first: kill {task.pid}"):
+        check_not_running(job.run)
+    job.end_rest(grace_s=0.5)
+    assert not task.is_running()
+    check_not_running(job.run)
+
+
+def test_a_submission_that_fails_leaves_no_folder_and_of_a_second_attempt_nothing(tmp_path):
+    config = replace(Config(), run={"folder": str(tmp_path / "run")}, model={"init": "random", "architecture": "qwen2"})
+    folder = RunFolder(config.run.folder)
+    for made_before in (False, True):
+        if made_before:
+            folder.path.mkdir()
+        with pytest.raises(ValueError, match="full"), submission.undone_on_error(config, folder, resume=False):
+            raise ValueError("full")
+        assert folder.path.exists() == made_before
+        assert not made_before or not list(folder.path.iterdir())
+    wait(start(tmp_path / "other", jobs.tell))
+    run = RunFolder(tmp_path / "other/run")
+    before = run.config.read_bytes()
+    with pytest.raises(ValueError, match="full"), submission.undone_on_error(config, run, resume=True):
+        raise ValueError("full" if run.config.read_bytes() != before and run.attempts() == [1, 2] else "nothing made")
+    assert (run.attempts(), run.config.read_bytes(), run.latest.readlink()) == ([1], before, Path("attempt_001"))
+
+
 @pytest.mark.slurm
 def test_a_heterogeneous_job_on_three_nodes(tmp_path, slurm_cluster):
     job = start(tmp_path, jobs.tell, nodes=3, memory_per_node_gib=0.5, cpus_per_node=2)
@@ -223,9 +254,7 @@ def test_cancelling_asks_every_task_to_end(tmp_path):
 def test_what_sbatch_refuses_is_an_error_with_its_words(tmp_path):
     with pytest.raises(SubmissionError, match=r"(?i)not accepted.*(memory|available)"):
         start(tmp_path, jobs.tell, nodes=2, memory_per_node_gib=100000)
-    folder = RunFolder(tmp_path / "run")
-    submission.withdraw(folder, 1)
-    assert not folder.path.exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slurm

@@ -33,7 +33,7 @@ def followed(answer):
             raise ProgramError("squeue: Unable to contact slurm controller")
         return state
 
-    job = Submission(RunFolder("/runs/a"), 1, "het", SimpleNamespace(job_id="63"), ask=ask, sleep=clock.sleep, clock=clock)
+    job = Submission(RunFolder("/runs/a"), 1, "het", SimpleNamespace(job_id="63"), 0.0, ask=ask, sleep=clock.sleep, clock=clock)
     while not job.ended(1.0):
         assert clock.now < 1e6
     return clock.now - 1000
@@ -56,5 +56,5 @@ def test_a_state_that_nobody_can_tell_is_told_as_such():
     def ask(_job_id):
         raise ProgramError("squeue: no answer within 30 s")
 
-    job = Submission(RunFolder("/runs/a"), 1, "het", SimpleNamespace(job_id="63"), ask=ask)
+    job = Submission(RunFolder("/runs/a"), 1, "het", SimpleNamespace(job_id="63"), 0.0, ask=ask)
     assert job.state() == "UNKNOWN (squeue: no answer within 30 s)"
