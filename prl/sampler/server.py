@@ -6,8 +6,9 @@ vLLM is imported inside of functions: `prepare_environment` must come first, bec
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,18 @@ def prepare_environment(options: SampleOptions, host: str) -> bool:
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
     return gpu
+
+
+@contextmanager
+def private_sockets() -> Iterator[None]:
+    """A private folder for the sockets between vLLM's processes, which ask for no token and which vLLM leaves behind; gone with
+    the context. It lies where a site has set VLLM_RPC_BASE_PATH, or else among the temporary files: its path must be short,
+    for a socket's may have 107 bytes."""
+    name = "VLLM_RPC_BASE_PATH"
+    # Mode 0700. What a dying process of vLLM's adds while the folder is removed is no reason to fail the run's end.
+    with tempfile.TemporaryDirectory(prefix="prl-", dir=os.environ.get(name), ignore_cleanup_errors=True) as folder:
+        os.environ[name] = folder
+        yield
 
 
 def server_arguments(model: str, host: str, port: int, options: SampleOptions, gpu: bool) -> list[str]:

@@ -5,9 +5,11 @@ import asyncio
 import json
 import os
 import queue
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping
@@ -100,6 +102,7 @@ class Lab:
     joined: Mapping[str, Any]
     log: Path
     start_s: float
+    sockets: Path  # where the sampler makes the folder for vLLM's sockets
     epoch: int = 0
     step: int = -1
     before: list[Reply] = field(
@@ -270,6 +273,7 @@ def sampler(folder: Path, options: SampleOptions = OPTIONS) -> Iterator[Lab]:
     server = ControlServer(token, {"staged": on_staged}, on_join=joined.put, on_fail=on_fail)
     control_url = asyncio.run_coroutine_threadsafe(server.start(HOST), loop).result(10)
 
+    sockets = Path(tempfile.mkdtemp(prefix="prl-test-"))  # not in pytest's own folders: the paths of sockets must be short
     environment = os.environ | {
         "PRL_RUN": str(run),
         "PRL_ATTEMPT": "1",
@@ -279,13 +283,19 @@ def sampler(folder: Path, options: SampleOptions = OPTIONS) -> Iterator[Lab]:
         "PRL_HOST": HOST,
         "PRL_PORT": str(free_port()),
         "PYTHONPATH": str(Path(__file__).parent),  # where the faulty extension lies
+        "VLLM_RPC_BASE_PATH": str(sockets),
         "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, for the extension, and more routes that must be guarded
     }
     log = folder / "sampler.log"
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "prl.sampler"], env=environment, stdout=output, stderr=output, start_new_session=True
+            [sys.executable, "-m", "prl.sampler"],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            umask=0,  # as open as a site may leave it
         )
     try:
         while True:
@@ -297,15 +307,17 @@ def sampler(folder: Path, options: SampleOptions = OPTIONS) -> Iterator[Lab]:
                 assert time.monotonic() - began < START_S, f"no sampler after {START_S} s:\n{log.read_text()[-4000:]}"
         trainer = TrainerEnd(HOST, weights)
         start_s = time.monotonic() - began
-        yield Lab(member.facts["url"], process, trainer, token, loop, staged, failed, member.facts, log, start_s)
+        yield Lab(member.facts["url"], process, trainer, token, loop, staged, failed, member.facts, log, start_s, sockets)
         if process.poll() is None:
             server.stopping = True  # told with the next heartbeat
             assert process.wait(60) == 0, log.read_text()[-4000:]
             assert failed.empty()
+            assert list(sockets.iterdir()) == []
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)
             process.wait(10)
+        shutil.rmtree(sockets)
         asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import statistics
 import time
+from pathlib import Path
 
 import aiohttp
 import psutil
@@ -73,6 +74,15 @@ def during_updates(
 def test_it_joined_with_its_address_and_workers(lab):
     assert lab.joined == {"url": lab.url, "workers": 1}
     assert lab.url.startswith(f"http://{HOST}:")
+
+
+def test_sockets_between_its_processes_are_the_users_alone(lab):
+    process = psutil.Process(lab.process.pid)
+    ends = [end for one in (process, *process.children(recursive=True)) for end in one.net_connections(kind="unix")]
+    paths = {Path(str(end.laddr)) for end in ends if str(end.laddr).startswith("/")}
+    assert {path.parent.parent for path in paths} == {lab.sockets}
+    assert {path.parent.stat().st_mode & 0o777 for path in paths} == {0o700}
+    assert {path.stat().st_mode & 0o077 for path in paths} == {0}
 
 
 def test_nothing_is_generated_before_the_first_version(lab):
