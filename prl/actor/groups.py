@@ -113,7 +113,7 @@ async def _scored(
     rollouts: Sequence[Rollout] = await _all(_rollout(task, problem, sampler, limits.tries, troubles) for _ in range(n))
     if task.domain.score_group is not None:
         _check(task, rollouts, n, scored=False)
-        rollouts = await task.domain.score_group(problem, rollouts, task.context)
+        (rollouts,) = await _all([task.domain.score_group(problem, rollouts, task.context)])
     _check(task, rollouts, n, scored=True)
     return rollouts
 
@@ -172,6 +172,8 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             running = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    if any(done.cancelled() for done in running):
+        raise RuntimeError("the domain's code cancelled itself")  # not by us: then we would not be here
     return [done.result() for done in running]
 
 

@@ -341,6 +341,10 @@ def test_requests_that_are_refused_end_the_actor_with_their_cause(run, caplog, p
     assert len([record for record in caplog.records if "failed" in record.message]) <= 2
 
 
+def cancel(rollout):
+    raise asyncio.CancelledError
+
+
 def nothing_sampled(turn):
     return replace(turn, output_ids=turn.output_ids[:0], logprobs=turn.logprobs[:0], versions=())
 
@@ -355,6 +359,8 @@ def nothing_sampled(turn):
         ("train", lambda r: replace(r, reward=None), r"rollout 2 of 4: the reward must be .* got None"),
         ("train", lambda r: replace(r, metrics={"x": "y"}), r"rollout 2 of 4: metric 'x' must be .* got 'y'"),
         ("train", lambda r: replace(r, turns=()), r"rollout 2 of 4: expected turns .* got \(\)"),
+        ("evaluate", cancel, r"RuntimeError: the domain's code cancelled itself"),
+        ("train", cancel, r"RuntimeError: the domain's code cancelled itself"),
         ("train", lambda r: None, r"rollout 2 of 4: expected a Rollout, got None"),
         (
             "train",
@@ -369,6 +375,8 @@ def test_a_rollout_that_is_none_fails_its_group_alone(run, caplog, kind, change,
     solvable, known = digits.training_problems()[0], Context(ModelTokenizer(run.model), None)
 
     async def generate_rollout(problem, sampler, context):
+        if change is cancel and kind == "train" and not scored:  # else in score_group
+            cancel(None)
         return await digits.generate_rollout(solvable, sampler, known)
 
     async def score_group(problem, rollouts, context):
