@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from prl.cli import console
 from prl.cluster.split import make_split
 from prl.config.load import ConfigError, load, replace
 
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="override keys, e.g. cluster.train_nodes=2"
     )
+    console.prepare()
     options = parser.parse_args(arguments)
     try:
         config = load(options.config, options.set)

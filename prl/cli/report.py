@@ -2,10 +2,10 @@
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 
+from prl.cli import console
 from prl.report.read import ReportError, read_run
 from prl.report.render import render
 from prl.report.summary import as_json, summarize
@@ -15,13 +15,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="prl-report", description="Show what a run did, from the files in its folder.")
     parser.add_argument("run", help="run folder, as printed by prl-submit")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    console.prepare()
     options = parser.parse_args(arguments)
     try:
         summary = summarize(read_run(options.run), time.time())
-    except ReportError as error:
-        print(f"prl-report: error: {error}", file=sys.stderr)
+        print(json.dumps(as_json(summary), indent=1) if options.json else console.printable(render(summary)), flush=True)
+    except BrokenPipeError:  # the reader has read enough
+        return 0
+    except (ReportError, OSError) as error:
+        console.tell(f"prl-report: error: {console.printable(str(error))}")
         return 1
-    print(json.dumps(as_json(summary), indent=1) if options.json else render(summary))
+    finally:
+        console.silence_broken()
     return 0
 
 

@@ -117,7 +117,10 @@ def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
     elif options.config is None:
         raise ConfigError("name a configuration, e.g. configs/quickstart.yaml, or a run with --resume")
     else:
-        config = load(options.config, options.set)
+        path = Path(options.config)
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: is no regular file; name a YAML file, e.g. configs/quickstart.yaml")
+        config = load(path, options.set)
     if options.nodes is not None:
         config = replace(config, cluster={"nodes": options.nodes})
     config = resolve_paths(config, Path.cwd())

@@ -1,6 +1,7 @@
 """Checks over several keys, and of what the keys name: all problems at once, each with its key, its value and what to do."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,20 @@ from prl.config.load import ConfigError, out_of_bounds, replace
 from prl.config.machine import free_memory_bytes, machine_problems
 from prl.config.schema import Config
 
+NAME_CHARACTERS = 100
+STEP_ROLLOUTS = 10**7
+
 
 def resolve_paths(config: Config, base: Path) -> Config:
     """The same configuration with an explicit run folder (default: runs/<name>) and every path absolute, so that it means
     the same in the job, on other nodes and at a resume. Relative paths count from `base`."""
-    folder = config.run.folder or f"runs/{config.run.name}"
+    folder = Path(config.run.folder or f"runs/{config.run.name}")
+    if "\0" in str(folder):
+        raise ConfigError(f"run.folder = {str(folder)!r}: no path can hold NUL; give another run.folder or run.name")
+    try:
+        folder = folder.expanduser()
+    except RuntimeError:
+        raise ConfigError(f"run.folder = {folder}: there is no such user; write the path out") from None
     config = replace(config, run={"folder": str(base / folder)})
     if config.model.path:
         config = replace(config, model={"path": str(base / Path(config.model.path).expanduser())})
@@ -29,10 +39,12 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     """Check a configuration whose paths are resolved, before anything is written. Gives warnings; raises ConfigError that
     lists every problem, one a line. `memory_bytes` is what this machine has free (default: asked of it)."""
     outside = out_of_bounds(config)
+    outside += _too_large(config)
     if outside:  # the other checks reckon with these values
         raise ConfigError("\n".join(outside))
     model, problems = _model(config)
     problems += _run(config)
+    problems += _sbatch(config)
     problems += _parts(config)
     problems += _domains(config)
     if model is not None:
@@ -142,8 +154,14 @@ def _misfit(model: ModelConfig, width: int) -> str:
 
 def _run(config: Config) -> Iterator[str]:
     run = config.run
-    if not run.name or "/" in run.name or run.name != run.name.strip():
-        yield f"run.name = {run.name!r}: give a name without slashes and outer blanks"
+    name = run.name
+    if not name.isprintable() or "/" in name or name != name.strip() or name in ("", ".", "..") or len(name) > NAME_CHARACTERS:
+        yield (
+            f"run.name = {name[: NAME_CHARACTERS + 1]!r}: give a name without slashes, outer blanks and control characters, "
+            f"of at most {NAME_CHARACTERS} characters, and neither . nor .."
+        )
+    if not run.folder.isprintable():
+        yield f"run.folder = {run.folder!r}: give a path without control characters"
     if run.stop_at_reward is not None and not run.evaluate_every_steps:
         yield f"run.stop_at_reward = {run.stop_at_reward}: needs evaluations; set run.evaluate_every_steps, or null here"
     if run.rollouts_per_group == 1:
@@ -211,14 +229,57 @@ def _domains(config: Config) -> Iterator[str]:
 
 
 def _folder(config: Config) -> Iterator[str]:
-    folder = Path(config.run.folder)
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if folder.exists():
+    if not config.run.folder.isprintable():
+        return  # is said already
+    run = Path(config.run.folder)
+    other = "choose another run.folder or run.name"
+    try:
+        if not run.is_dir():
+            first = next(path for path in (run, *run.parents) if os.path.lexists(path))
+            if first == run or not first.is_dir():
+                yield f"run.folder = {run}: {first} is no folder; {other}"
+        elif not any(run.iterdir()):
+            return
+        elif not (run / "config.yaml").exists():
+            yield f"run.folder = {run}: is not empty and holds no run; {other}"
+        elif any(run.glob("checkpoints/step_*/manifest.json")):
+            yield f"run.folder = {run}: already holds another run; go on with it by prl-submit --resume {run}, or {other}"
+        else:
+            yield (
+                f"run.folder = {run}: already holds another run, which has no checkpoint to go on from; delete the folder, or "
+                f"{other}"
+            )
+    except OSError as error:
+        yield f"run.folder = {run}: {error.strerror}; {other}"
+
+
+def _too_large(config: Config) -> Iterator[str]:
+    """Whole numbers that no run needs, and that arrays, seeds or sockets cannot take."""
+    limits = {"seed": 2**63, **dict.fromkeys(("steps", "max_lag", "evaluate_every_steps", "evaluate_problems"), 10**9)}
+    limits |= dict.fromkeys(("steps_per_generation", "groups_per_step", "rollouts_per_group", "stop_after_evaluations"), 10**6)
+    for key, limit in limits.items():
+        value = getattr(config.run, key)
+        if value >= limit:
+            yield f"run.{key} = {value}: must be below {limit}"
+    run = config.run
+    if run.groups_per_step * run.rollouts_per_group >= STEP_ROLLOUTS:
         yield (
-            f"run.folder = {folder}: already holds another run; go on with it by prl-submit --resume {folder}, or choose "
-            f"another run.folder or run.name"
+            f"run.groups_per_step = {run.groups_per_step}: with run.rollouts_per_group = {run.rollouts_per_group} a step has "
+            f"{run.groups_per_step * run.rollouts_per_group} rollouts; it must have fewer than {STEP_ROLLOUTS}"
         )
+
+
+def _sbatch(config: Config) -> Iterator[str]:
+    """Every value becomes one line of a batch script."""
+    cluster = config.cluster
+    named = {f"cluster.{key}": getattr(cluster, key) for key in ("partition", "account", "qos", "interface")}
+    named |= {f"cluster.sbatch.{key}": f"{key}={value}" for key, value in cluster.sbatch.items()}
+    for key, value in named.items():
+        if value is not None and not value.isprintable():
+            yield f"{key!r} = {value!r}: give one line without control characters"
+    for number, line in enumerate(cluster.setup):
+        if "\0" in line:
+            yield f"cluster.setup[{number}] = {line!r}: give a line without NUL"
 
 
 def _warnings(config: Config) -> list[str]:

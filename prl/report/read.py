@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from prl.metrics import names
-from prl.metrics.events import Event, EventFollower
+from prl.metrics.events import Event, read_events
 from prl.runfolder.paths import RunFolder
 from prl.streams.files import StreamError
 from prl.streams.ledger import read_ledger
@@ -110,7 +110,7 @@ def read_run(path: Path | str) -> RunRecord:
         raise ReportError(
             f"{path}: this is no run folder: it has neither config.yaml nor attempt_001. Runs are usually in runs/"
         )
-    events = EventFollower(run.metrics).read()
+    events, odd = _events(run.metrics)
     discards, notes = _discards(run)
     return RunRecord(
         path=run.path.resolve(),
@@ -122,10 +122,17 @@ def read_run(path: Path | str) -> RunRecord:
         phases=_phases(events),
         usage=_usage(events),
         discards=discards,
-        notes=notes,
+        notes=[*notes, *odd],
         sizes=_sizes(run.path),
         newest_event=max((event.time for event in events), default=None),
     )
+
+
+def _events(folder: Path) -> tuple[list[Event], Sequence[str]]:
+    """All events, and what lies among the metrics without being a file (a pipe would be waited for)."""
+    paths = sorted(folder.glob("*.jsonl"))
+    events = [event for path in paths if path.is_file() for event in read_events(path)[0]]
+    return events, [f"{path}: is no regular file, and was left out" for path in paths if not path.is_file()]
 
 
 def table_of(events: Iterable[Event]) -> Table:
@@ -156,6 +163,8 @@ def _evaluations(events: Iterable[Event]) -> Mapping[str, Table]:
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     # Not prl.config.load: a run of another version of prl, with other keys, has a report too.
+    if path.exists() and not path.is_file():
+        raise ReportError(f"{path}: is no regular file")
     try:
         plain = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
@@ -169,22 +178,31 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 def _read_attempt(run: RunFolder, number: int) -> Attempt:
     path = run.exit(number)
+    if not path.exists():
+        return Attempt(number, None, "", None, None, None, None, None)
+    if not path.is_file():
+        raise ReportError(f"{path}: is no regular file")
     try:
         facts = json.loads(path.read_text())
-    except FileNotFoundError:
-        return Attempt(number, None, "", None, None, None, None, None)
-    except ValueError as error:
-        raise ReportError(f"{path}: not JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ReportError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(facts, dict):
+        raise ReportError(f"{path}: expected an object with outcome and cause")
+    role, code, steps = facts.get("role"), facts.get("code"), facts.get("steps")
     return Attempt(
         number=number,
         outcome=str(facts.get("outcome", "unknown")),
         cause=str(facts.get("cause") or ""),
-        role=facts.get("role"),
-        code=facts.get("code"),
-        steps=facts.get("steps"),
-        started=facts.get("started"),
-        ended=facts.get("ended"),
+        role=None if role is None else str(role),
+        code=code if isinstance(code, int) else None,
+        steps=steps if isinstance(steps, int) else None,
+        started=_seconds(facts.get("started")),
+        ended=_seconds(facts.get("ended")),
     )
+
+
+def _seconds(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _phases(events: Iterable[Event]) -> Sequence[Phase]:

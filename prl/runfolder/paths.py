@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+_ATTEMPT_FOLDER = re.compile(r"attempt_([0-9]{3,9})")
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
 
@@ -99,8 +100,12 @@ class RunFolder:
 
     def attempts(self) -> list[int]:
         """Numbers of the attempts that exist, rising."""
-        names = [p.name for p in self.path.glob("attempt_*")]
-        return sorted(int(n.removeprefix("attempt_")) for n in names if n.removeprefix("attempt_").isdigit())
+        found = []
+        for path in self.path.glob("attempt_*"):
+            match = _ATTEMPT_FOLDER.fullmatch(path.name)
+            if match and path == self.attempt(int(match.group(1))) and path.is_dir():
+                found.append(int(match.group(1)))
+        return sorted(found)
 
     def manifests(self) -> list[tuple[int, Path]]:
         """(step, manifest.json) of every finished checkpoint, rising. A checkpoint without a manifest does not exist."""

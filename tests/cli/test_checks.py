@@ -69,6 +69,19 @@ def test_a_good_configuration_has_neither_problems_nor_warnings(good):
         ("run", {"rollouts_per_group": 1}, "run.rollouts_per_group = 1: preprocess.advantage = group_std compares"),
         ("run", {"stop_at_reward": 0.9}, "run.stop_at_reward = 0.9: needs evaluations; set run.evaluate_every_steps"),
         ("run", {"name": "a/b"}, "run.name = 'a/b': give a name without slashes"),
+        ("run", {"name": ".."}, "run.name = '..': give a name without slashes"),
+        ("run", {"name": "a\nb"}, "run.name = 'a\\nb': give a name without slashes, outer blanks and control characters"),
+        ("run", {"name": "n" * 101}, f"run.name = '{'n' * 101}': give a name"),
+        ("run", {"folder": "/runs/a\0b"}, "run.folder = '/runs/a\\x00b': give a path without control characters"),
+        ("run", {"seed": 2**63}, "run.seed = 9223372036854775808: must be below 9223372036854775808"),
+        ("run", {"steps": 10**9}, "run.steps = 1000000000: must be below 1000000000"),
+        ("run", {"groups_per_step": 10**6 - 1}, "run.groups_per_step = 999999: with run.rollouts_per_group = "),
+        ("cluster", {"partition": "a\nb"}, "'cluster.partition' = 'a\\nb': give one line"),
+        (
+            "cluster",
+            {"sbatch": {"comment": "a\n#SBATCH --x"}},
+            "'cluster.sbatch.comment' = 'comment=a\\n#SBATCH --x': give one line",
+        ),
         ("model", {"init": "pretrained", "architecture": None}, "model.path is empty: name a Hugging Face folder"),
         ("model", {"architecture": None}, "model.architecture = null: with init: random give"),
         ("model", {"path": "/no/such/model", "architecture": None}, "model.path = /no/such/model: no such folder"),
@@ -216,13 +229,32 @@ def test_domains_need_their_files(good, tmp_path):
     assert line.startswith("domains[1].name = digits: is named already by domains[0]")
 
 
+def test_the_run_folder_may_start_at_home_and_must_be_a_path(good, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    found = resolve_paths(replace(good, run={"folder": "~/runs/a"}), Path("/base"))
+    assert found.run.folder == "/home/me/runs/a"
+    for folder, words in (("~nobody-of-this-name/a", "there is no such user"), ("a\0b", "no path can hold NUL")):
+        with pytest.raises(ConfigError, match=words):
+            resolve_paths(replace(good, run={"folder": folder}), Path("/base"))
+
+
 def test_a_folder_that_holds_another_run(good):
     folder = Path(good.run.folder)
     folder.mkdir(parents=True)
     assert check(good, memory_bytes=16 * GIB) == []
+    (folder / "notes.txt").touch()
+    assert problems(good) == [f"run.folder = {folder}: is not empty and holds no run; choose another run.folder or run.name"]
     (folder / "config.yaml").touch()
     (line,) = problems(good)
+    assert line.startswith(f"run.folder = {folder}: already holds another run, which has no checkpoint to go on from; delete")
+    (folder / "checkpoints/step_000005").mkdir(parents=True)
+    (folder / "checkpoints/step_000005/manifest.json").touch()
+    (line,) = problems(good)
     assert line.startswith(f"run.folder = {folder}: already holds another run; go on with it by prl-submit --resume {folder}")
+    (line,) = problems(replace(good, run={"folder": str(folder / "notes.txt")}))
+    assert line.startswith(f"run.folder = {folder}/notes.txt: {folder}/notes.txt is no folder; choose another")
+    (line,) = problems(replace(good, run={"folder": str(folder / "notes.txt/under")}))
+    assert line.startswith(f"run.folder = {folder}/notes.txt/under: {folder}/notes.txt is no folder")
     assert check(good, resume=True, memory_bytes=16 * GIB) == []
 
 

@@ -79,6 +79,7 @@ def test_dry_run_prints_the_plan_and_the_script_and_writes_nothing(config, capsy
             ["c.yaml", "--set", "domains=[{name: gsm8k, options: {paths: [c.yaml]}}]", "run.evaluate_every_steps=5"],
             "run.evaluate_every_steps = 5: no domain has held-out problems",
         ),
+        (["/dev/null"], "/dev/null: is no regular file"),
         (["--resume", "runs/none"], "no run lies there"),
         (["c.yaml", "--resume", "runs/none"], "leave out c.yaml"),
     ],
@@ -175,7 +176,7 @@ def test_a_local_run_that_fails_ends_with_its_cause_and_a_code(config):
     said = json.loads((config / "runs/one/attempt_001/exit.json").read_text())
     assert (said["outcome"], said["cause"], said["code"]) == ("failed", "ValueError: the cause of it all", 1)
     second = with_function("fail", "c.yaml")
-    assert "already holds another run; go on with it by prl-submit --resume" in second.communicate(timeout=60)[0]
+    assert "already holds another run, which has no checkpoint to go on from" in second.communicate(timeout=60)[0]
     assert second.returncode == 2
 
 

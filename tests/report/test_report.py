@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -199,6 +200,39 @@ def test_the_command_prints_text_and_json(tmp_path):
     assert text.startswith("demo: done")
     plain = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True).stdout
     assert json.loads(plain)["attempts"][0]["cause"] == "all 8 steps trained"
+
+
+def test_what_should_not_lie_there_is_told_or_left_out(tmp_path, capsys):
+    run = new_run(tmp_path)
+    (run.path / "attempt_1000").touch()
+    (run.metrics / "x.jsonl").mkdir()
+    os.mkfifo(run.metrics / "y.jsonl")
+    end(run, 1, outcome="failed", cause="a\x1b[2Jb", code=1)
+    assert main([str(run.path)]) == 0
+    out = capsys.readouterr().out
+    assert "cause       a\\x1b[2Jb" in out
+    assert "x.jsonl: is no regular file" in out
+    assert "y.jsonl: is no regular file" in out
+    run.exit(1).write_text("[]")
+    assert main([str(run.path)]) == 1
+    assert f"{run.exit(1)}: expected an object" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_read_enough_and_an_output_without_the_characters(tmp_path):
+    run = new_run(tmp_path)
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+        write_step(writer, 1, time=T0)
+    command = [sys.executable, "-m", "prl.cli.report", str(run.path)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+    posix = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=posix)
+    assert "reward      0.100 ? 0.100" in done.stdout
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True, timeout=60, check=False)
+    assert (closed.returncode, closed.stderr) == (0, "")
 
 
 def test_sparkline():
