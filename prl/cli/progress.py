@@ -103,12 +103,14 @@ def follow(
 
 
 def read_outcome(run: RunFolder, attempt: int) -> Outcome | None:
-    """The attempt's exit.json, None where there is none."""
+    """The attempt's exit.json, None where there is none. Raises OSError where it is nothing of the kind."""
     try:
         found = json.loads(run.exit(attempt).read_text())
+        return Outcome(str(found["outcome"]), str(found["cause"]), int(found["code"]))
     except FileNotFoundError:
         return None
-    return Outcome(str(found["outcome"]), str(found["cause"]), int(found["code"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise OSError(f"{run.exit(attempt)}: does not say how the attempt ended ({type(error).__name__}: {error})") from error
 
 
 def _minutes(seconds: float) -> str:

@@ -1,0 +1,88 @@
+"""What prl-submit writes for a job that ended without a word, on filesystems that are full, too."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from prl.cli import console
+from prl.cli.ending import explain, full_filesystem
+from prl.cli.interrupts import Cancelled, Interrupts
+from prl.cli.progress import read_outcome
+from prl.report.read import read_run
+from prl.report.summary import summarize
+from prl.runfolder.paths import RunFolder
+
+
+@pytest.fixture
+def job(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.attempt(1).mkdir()
+    return SimpleNamespace(run=run, attempt=1, submitted=time.time())
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(130, "cancelled"), (1, "failed")])
+def test_an_end_without_a_word_is_written_once_and_reported(job, code, outcome):
+    explain(job, code, "the cause")
+    explain(job, 1, "another cause")
+    said = json.loads(job.run.exit(1).read_text())
+    assert set(said) == {"outcome", "cause", "role", "code", "detail", "steps", "started", "ended"}
+    assert (said["outcome"], said["cause"], said["role"], said["code"], said["detail"], said["steps"]) == (
+        outcome, "the cause", None, code, "", 0
+    )  # fmt: skip
+    summary = summarize(read_run(job.run.path), time.time())
+    assert (summary.outcome, summary.cause, summary.code) == (outcome, "the cause", code)
+
+
+def test_a_full_filesystem_is_told(tmp_path, monkeypatch):
+    assert full_filesystem(tmp_path) == ""
+    for free_bytes, free_names in ((0, 100), (2**30, 0)):
+        full = SimpleNamespace(f_files=1000, f_favail=free_names, f_bavail=free_bytes // 4096, f_frsize=4096)
+        monkeypatch.setattr(os, "statvfs", lambda _path, full=full: full)
+        assert full_filesystem(tmp_path) == f"the filesystem of {tmp_path} is full"
+
+
+def test_an_exit_file_of_another_kind(job):
+    assert read_outcome(job.run, 1) is None
+    job.run.exit(1).write_text("[]")
+    with pytest.raises(OSError, match="does not say how the attempt ended"):
+        read_outcome(job.run, 1)
+
+
+def test_a_signal_is_raised_once_and_not_while_held():
+    with Interrupts() as interrupts:
+        with interrupts.held():
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Cancelled, match="SIGTERM"):
+            interrupts.check()
+        signal.raise_signal(signal.SIGINT)  # the second
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_control_characters_are_escaped():
+    assert console.printable("a\x1b[2J\r\tb\nc ▁é") == "a\\x1b[2J\\r\\tb\nc ▁é"
+
+
+@pytest.mark.parametrize("command", ["submit", "plan", "report"])
+def test_streams_that_are_closed(command, tmp_path):
+    program = [sys.executable, "-m", f"prl.cli.{command}", str(tmp_path / "none")]
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        shell = ["sh", "-c", f'"$@" {closed}', "sh", *program]
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode in (1, 2)
+        assert "Traceback" not in done.stdout + done.stderr
