@@ -205,7 +205,9 @@ def _follow(job: Submission, config: Config) -> int:
     if job.kind != "local":
         print(f"job {job.job_id} submitted; waiting for it (Ctrl-C cancels it)", flush=True)
     outcome = follow(job.run, job.attempt, config, job.ended)
-    job.end_rest(config.control.stop_s)  # a killed job leaves processes behind
+    left = job.end_rest(config.control.stop_s)  # a killed job leaves processes behind
+    if left:
+        console.tell(f"{KILLED}; it left {left} processes, which were ended")
     return _report(job, outcome or read_outcome(job.run, job.attempt))
 
 

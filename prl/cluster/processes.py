@@ -29,11 +29,12 @@ def first_processes(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if _parent(process) not in pids]
 
 
-def end_processes(folder: RunFolder, attempt: int, grace_s: float) -> None:
-    """Ask what an attempt left running on this machine to end (SIGTERM); kill what is still there after `grace_s` seconds."""
+def end_processes(folder: RunFolder, attempt: int, grace_s: float) -> int:
+    """Ask what an attempt left running on this machine to end (SIGTERM); kill what is still there after `grace_s` seconds.
+    How many processes there were."""
     processes = processes_of(folder, attempt)
     if not processes:
-        return
+        return 0
     if grace_s > 0:
         for process in first_processes(processes):
             _signal(process, kill=False)
@@ -42,6 +43,15 @@ def end_processes(folder: RunFolder, attempt: int, grace_s: float) -> None:
     for process in left:
         _signal(process, kill=True)
     psutil.wait_procs(left, timeout=KILLED_WITHIN_S)
+    return len(processes)
+
+
+def attempt_of(process: psutil.Process) -> str:
+    """The number of the attempt that the process belongs to."""
+    try:
+        return str(process.environ().get("PRL_ATTEMPT", "?"))
+    except psutil.Error:
+        return "?"  # has ended meanwhile
 
 
 def _own(process: psutil.Process) -> bool:

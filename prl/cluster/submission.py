@@ -16,7 +16,7 @@ from submitit.core import core
 from submitit.core.utils import FailedJobError, FailedSubmissionError, pickle_load
 
 from prl.cluster.executors import LocalExecutor, ScriptExecutor
-from prl.cluster.processes import end_processes, first_processes, processes_of
+from prl.cluster.processes import attempt_of, end_processes, first_processes, processes_of
 from prl.cluster.run import ProgramError, run
 from prl.cluster.script import render, submitit_folder, task_command, task_environment, template_folder
 from prl.cluster.slurm import ended, job_state
@@ -117,10 +117,10 @@ class Submission:
         end_processes(self.run, self.attempt, grace_s=0)  # children have groups of their own
         _wait_process(self._process, 10.0)
 
-    def end_rest(self, grace_s: float) -> None:
-        """End what a local job left running here when it was killed itself; a Slurm job's rest is Slurm's to end."""
-        if self.kind == "local":
-            end_processes(self.run, self.attempt, grace_s)
+    def end_rest(self, grace_s: float) -> int:
+        """End what a local job left running here when it was killed itself, and say how many processes that were; a Slurm
+        job's rest is Slurm's to end."""
+        return end_processes(self.run, self.attempt, grace_s) if self.kind == "local" else 0
 
     @property
     def _process(self) -> "subprocess.Popen[bytes]":
@@ -235,8 +235,7 @@ def check_not_running(folder: RunFolder) -> None:
     first = first_processes(processes_of(folder))
     if first:
         pids = " ".join(str(process.pid) for process in first)
-        attempt = first[0].environ().get("PRL_ATTEMPT", "?")
-        raise ConfigError(f"{folder}: attempt {attempt} still runs here; end it first: kill {pids}")
+        raise ConfigError(f"{folder}: attempt {attempt_of(first[0])} still runs here; end it first: kill {pids}")
     attempts = folder.attempts()
     record = folder.attempt(attempts[-1]) / "submission.json" if attempts else None
     if record is None or not record.exists():

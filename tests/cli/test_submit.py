@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -211,6 +212,21 @@ def test_an_output_that_takes_nothing_is_an_error_before_anything_is_written(con
         os.close(stream)
 
 
+@pytest.mark.parametrize("made_before", [False, True])
+def test_a_copy_of_the_code_that_fails_is_told_in_one_line_and_leaves_nothing(config, made_before):
+    if made_before:
+        (config / "runs/one").mkdir(parents=True)
+    process = with_function("tell", "c.yaml", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (12000, 12000)))
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert re.search(
+        r"^prl-submit: error: the code cannot be copied to \S+/code.new/\S+: .*File too large.* MiB are free", out, re.MULTILINE
+    )
+    assert "Traceback" not in out
+    assert files(config) == (["c.yaml", "runs", "runs/one"] if made_before else ["c.yaml", "runs"])
+    assert with_function("fail", "c.yaml").wait(60) == 1  # the folder can be used
+
+
 @pytest.mark.parametrize("seen", ["code", "attempt_001/submitit", "attempt_001/submission.json", "metrics/submit-0.jsonl"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_the_job_is_started_leaves_nothing_running(config, number, seen):
@@ -235,6 +251,7 @@ def test_a_killed_controller_is_told_and_what_it_left_is_ended(config):
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 1
     assert "COMPLETED" not in out
+    assert re.search("it left [1-9] processes, which were ended", out)
     assert "the run failed" in out
     assert processes_of(run) == []
     assert (run / "ended in order").exists()
