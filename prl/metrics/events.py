@@ -171,6 +171,8 @@ class EventFollower:
         """The events since the last call, in order within each file; files are found as they come."""
         new: list[Event] = []
         for path in sorted(self._folder.glob("*.jsonl")):
+            if not path.is_file():  # a pipe, say, would be waited for
+                continue
             events, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
             new += events
         return new

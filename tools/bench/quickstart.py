@@ -47,6 +47,7 @@ PAUSED = (
     "run.max_lag=1000000",
     "run.steps=1000000",
     "run.evaluate_every_steps=0",
+    "run.stop_at_reward=null",
     "control.lost_after_s=600",
     "weights.update_s=600",
 )
