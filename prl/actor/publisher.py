@@ -22,7 +22,6 @@ class Publisher:
     def __init__(self, write: Write, announce: Announce, *, roll_groups: int, roll_s: float) -> None:
         """`write` makes groups durable and returns what to announce of each file; it may block, and runs in a thread.
         `announce` tells the orchestrator of one file."""
-        self.late_groups = 0  # groups that came too late to be trained
         self._write = write
         self._announce = announce
         self._roll_groups = roll_groups
@@ -43,8 +42,7 @@ class Publisher:
             if not groups:
                 continue
             for announcement in await asyncio.to_thread(self._write, groups):
-                answer = await self._announce(announcement)
-                self.late_groups += len(answer.get("late", ()))
+                await self._announce(announcement)  # late groups have ended already: the ledger says how
 
     async def _collect(self) -> tuple[list[Group], bool]:
         """The groups of the next file, and whether more may follow."""

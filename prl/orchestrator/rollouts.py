@@ -1,6 +1,7 @@
 """The rollouts' side of the control plane: leases for actors, announcements for the preprocessor, evaluations."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from prl.flow.dispatcher import Dispatcher, Evaluation
 from prl.flow.events import LedgerEvent, from_discard_rows
 
 LONG_POLL_S = 5.0
+log = logging.getLogger(__name__)
 
 Record = Callable[[Sequence[LedgerEvent]], Awaitable[None]]
 
@@ -74,7 +76,10 @@ class RolloutDesk:
         return {"late": late}
 
     async def _group_failed(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        given_up = self._dispatcher.evaluations_lost
         await self._record(self._dispatcher.failed(int(body["group"]), int(body["issue"]), str(body["reason"])))
+        if self._dispatcher.evaluations_lost > given_up:
+            log.warning("an evaluation is given up after several failures, the last: %s", body["reason"])
         self._bell.ring()
         return {}
 

@@ -157,7 +157,6 @@ class _Loop:
             "checksum": published.checksum,
             "trained": to_rows(made.trained),
             "discarded": to_discard_rows([*self._maker.take_discarded(), *made.discarded]),
-            "cursor": self._cursor,
             "metrics": metrics,
         }
         await self._client.call("step_file", body, deadline_s=self._wait_s, reason=f"announcing step {step}")

@@ -26,10 +26,9 @@ def children_of(pid: int, folder: RunFolder) -> dict[str, psutil.Process]:
     return found
 
 
-def start(folder: RunFolder) -> subprocess.Popen:
-    return subprocess.Popen(
-        command(*SHORT, folder=folder.path), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def start(folder: RunFolder, *overrides: str) -> subprocess.Popen:
+    arguments = command(*SHORT, *overrides, folder=folder.path)
+    return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> None:
@@ -106,13 +105,7 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path):
 def test_a_crash_behind_a_checkpoint_is_resumed_with_every_rollout_accounted_for(tmp_path):
     """A trainer dies some steps after a checkpoint: the durable step files are trained again as they are, in a new lineage."""
     folder = RunFolder(tmp_path / "run")
-    process = subprocess.Popen(
-        command(*SHORT, "train.checkpoint_every_steps=5", folder=folder.path),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start(folder, "train.checkpoint_every_steps=5")
     wait_for_steps(process, folder, 8)
     children_of(process.pid, folder)["trainer 0"].send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
