@@ -14,7 +14,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
-NICE = 5  # without GPUs trainers share cores with samplers, whose pauses at an update should not wait for a step's end
 _installed = False
 
 
@@ -50,7 +49,9 @@ def install(threads: int) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return
     torch.set_num_threads(threads)
-    os.nice(NICE)
+    # Without GPUs trainers share cores with samplers, which should not wait for a core when an update pauses them; the limit
+    # of the lag gives the trainers theirs. Threads that this process has already, as the heartbeat's, stay as they are.
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     _replace_cuda_functions()
     _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
 

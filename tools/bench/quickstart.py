@@ -188,8 +188,10 @@ def print_actors() -> None:
     try:
         wait_for(lambda: len(read_steps(run)) > 0, 300, "the first trained step", submit)
         server, client = sorted(os.sched_getaffinity(0))[:2]
-        for role in ("sampler", "actor", "preprocess"):
-            pin(processes(run, role), server if role == "sampler" else client)
+        pin(processes(run, "sampler"), server)
+        for role in ("actor", "preprocess"):
+            pin(processes(run, role), client)
+        pin([agent_of(run)], client)
         with stopped(processes(run, "trainer")):
             time.sleep(WARM_S)
             began = time.time()
@@ -236,6 +238,14 @@ def processes(run: RunFolder, role: str) -> list[psutil.Process]:
     if not found:
         sys.exit(f"{run}: no process of role {role} runs on this machine")
     return found
+
+
+def agent_of(run: RunFolder) -> psutil.Process:
+    """The node agent, with the orchestrator in it: what started the actors."""
+    agent = processes(run, "actor")[0].parent()
+    if agent is None:
+        sys.exit(f"{run}: the node agent has ended")
+    return agent
 
 
 def pin(found: Sequence[psutil.Process], core: int) -> None:
