@@ -328,6 +328,7 @@ class Orchestrator:
     async def _checkpoint(self, step: int) -> None:
         """The trainer's files of a checkpoint are durable: the manifest makes it count."""
         state, reached = self._dispatcher.state(), self._stop_rule.reached
+        cursors, last_step = self._rollouts.cursors(), self._steps.next_step - 1
         await self._ledger_desk.settled()  # the state counts on these rows
         manifest = {
             "step": step,
@@ -335,6 +336,7 @@ class Orchestrator:
             "lineage": self._start.resume.lineage,
             "forks": {str(lineage): fork for lineage, fork in self._start.forks.items()},
             "dispatcher": state,
+            "streams": {"rollouts": cursors, "steps": last_step},
             "evaluations_reached": reached,
         }
         await asyncio.to_thread(publish_json, self._run.checkpoint(step) / "manifest.json", manifest)

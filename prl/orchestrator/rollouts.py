@@ -47,6 +47,14 @@ class RolloutDesk:
             "discard": self._discard,
         }
 
+    def cursors(self) -> dict[str, int]:
+        """The highest sequence number that each writer of this attempt has announced."""
+        cursors: dict[str, int] = {}
+        for announcement in self.announcements:
+            writer = str(announcement["writer"])
+            cursors[writer] = max(int(announcement["sequence"]), cursors.get(writer, -1))
+        return cursors
+
     async def _lease(self, member: Member, body: Mapping[str, Any]) -> Answer:
         wanted = int(body["groups"])
         leases = []

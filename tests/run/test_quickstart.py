@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from whole_runs import learned, submit
 
 from prl.flow.versions import Version
+from prl.streams.files import list_published
 from prl.streams.ledger import ledger_events, read_ledger
 from prl.weights.digest import digest
 
@@ -92,7 +93,10 @@ def test_every_issued_rollout_has_one_end(quickstart):
 def test_the_manifest_and_the_metrics_are_there(quickstart):
     folder = quickstart.folder
     manifest = json.loads(folder.manifests()[-1][1].read_text())
-    assert manifest["step"] == quickstart.exit["steps"]
+    assert manifest["step"] == manifest["streams"]["steps"] == quickstart.exit["steps"]
+    files = [file.sequence for _, file in list_published(folder.rollouts / "actor-000")]
+    assert list(manifest["streams"]["rollouts"]) == ["actor-000"]
+    assert manifest["step"] // 2 < manifest["streams"]["rollouts"]["actor-000"] <= max(files)
     assert list(folder.tensorboard.glob("events.out.tfevents.*"))
     assert [event.step for event in quickstart.events("step")] == list(range(1, quickstart.exit["steps"] + 1))
     pauses = [event.values["weights/pause_s"] for event in quickstart.events("weights")]
