@@ -1,6 +1,6 @@
 """What crosses processes: rollouts on their way to the preprocessor, micro-batches on their way to the trainer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,7 +48,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All rollouts of one problem, as one lease handed them out. `rollouts[k]` has number k."""
+    """The rollouts of one problem, as one lease handed them out. A partial group lacks some of them."""
 
     epoch: int
     domain: str
@@ -57,9 +57,13 @@ class Group:
     group: int
     issue: int
     rollouts: tuple[Rollout, ...]
+    numbers: tuple[int, ...] = ()  # of `rollouts`, strictly rising; (): 0, 1, 2, ...
+
+    def rollout_numbers(self) -> Sequence[int]:
+        return self.numbers or range(len(self.rollouts))
 
     def rollout_ids(self) -> list[RolloutId]:
-        return [RolloutId(self.epoch, self.problem, self.group, k, self.issue) for k in range(len(self.rollouts))]
+        return [RolloutId(self.epoch, self.problem, self.group, k, self.issue) for k in self.rollout_numbers()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The table of rollouts: one row a turn, one record batch a file."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +44,10 @@ def check_group(group: Group) -> None:
     """Raises StreamError where a group holds what no reader would take: a fault of who made it."""
     if not group.rollouts:
         raise StreamError(f"group {group.group} ({group.problem}) has no rollouts")
-    for number, rollout in enumerate(group.rollouts):
+    numbers = group.rollout_numbers()
+    if len(numbers) != len(group.rollouts) or numbers[0] < 0 or any(a >= b for a, b in itertools.pairwise(numbers)):
+        raise StreamError(f"group {group.group} ({group.problem}): {len(group.rollouts)} rollouts with numbers {numbers}")
+    for number, rollout in zip(numbers, group.rollouts, strict=True):
         if not rollout.turns:
             raise StreamError(f"group {group.group} ({group.problem}), rollout {number} has no turns")
         for turn in rollout.turns:
@@ -61,7 +65,7 @@ def check_group(group: Group) -> None:
 
 def to_arrow(groups: Sequence[Group], header: Header) -> pa.Buffer:
     """A whole Arrow file of these groups."""
-    rollouts = [(g, k, r) for g in groups for k, r in enumerate(g.rollouts)]
+    rollouts = [(g, k, r) for g in groups for k, r in zip(g.rollout_numbers(), g.rollouts, strict=True)]
     turns = [t for _, _, r in rollouts for t in r.turns]
     per_rollout = np.fromiter((len(r.turns) for _, _, r in rollouts), np.int64, len(rollouts))
     per_group = np.fromiter((sum(len(r.turns) for r in g.rollouts) for g in groups), np.int64, len(groups))
@@ -150,6 +154,7 @@ def from_arrow(batch: pa.RecordBatch, where: object) -> list[Group]:
     groups = []
     group_starts = np.flatnonzero(new_group)
     first_rollouts = np.cumsum(new_rollout)[group_starts] - 1
+    numbers = rollout[new_rollout].tolist()
     for row, a, b in zip(group_starts.tolist(), first_rollouts, [*first_rollouts[1:], len(rollouts)], strict=True):
         text = {name: column[name][row].as_py() for name in ("domain", "dataset", "problem_id")}
         groups.append(
@@ -161,6 +166,7 @@ def from_arrow(batch: pa.RecordBatch, where: object) -> list[Group]:
                 group=int(group[row]),
                 issue=int(issue[row]),
                 rollouts=tuple(rollouts[a:b]),
+                numbers=tuple(numbers[a:b]) if numbers[b - 1] != b - a - 1 else (),
             )
         )
     return groups
@@ -169,15 +175,12 @@ def from_arrow(batch: pa.RecordBatch, where: object) -> list[Group]:
 def _check_rows(
     column: dict[str, Any], new_group: Array, new_rollout: Array, rollout: Array, turn: Array, where: object
 ) -> None:
-    def counts_up(values: Array, restarts: Array, steps: Array) -> bool:
-        """0 where it restarts, one more where it steps, else the same."""
-        counted = np.cumsum(steps)
-        first = counted[np.flatnonzero(restarts)][np.cumsum(restarts) - 1]
-        return bool(np.array_equal(values, counted - first))
-
-    everywhere = np.ones(len(turn), bool)
-    if not counts_up(rollout, new_group, new_rollout) or not counts_up(turn, new_rollout, everywhere):
-        raise StreamError(f"{where}: rollouts or turns are not numbered 0, 1, 2, ... in their group")
+    falls = (np.diff(rollout, prepend=rollout[0]) < 0) & ~new_group
+    again = (np.diff(turn, prepend=-1) != 1) & ~new_rollout
+    if falls.any() or (rollout < 0).any():
+        raise StreamError(f"{where}: the numbers of rollouts do not rise in their group")
+    if again.any() or turn[new_rollout].any():
+        raise StreamError(f"{where}: turns are not numbered 0, 1, 2, ... in their rollout")
     outputs = np.diff(column["output_ids"].offsets.to_numpy())
     if not np.array_equal(np.diff(column["logprobs"].offsets.to_numpy()), outputs):
         raise StreamError(f"{where}: there are not as many log-probs as output tokens")

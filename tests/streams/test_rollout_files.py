@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -45,7 +46,7 @@ def make_group(number: int, rng: np.random.Generator, rollouts=2, turns=1, issue
 def assert_equal(found: list[Group], wanted: list[Group]) -> None:
     assert len(found) == len(wanted)
     for a, b in zip(found, wanted, strict=True):
-        for name in ("epoch", "domain", "dataset", "problem", "group", "issue"):
+        for name in ("epoch", "domain", "dataset", "problem", "group", "issue", "numbers"):
             assert getattr(a, name) == getattr(b, name)
         assert len(a.rollouts) == len(b.rollouts)
         for r, s in zip(a.rollouts, b.rollouts, strict=True):
@@ -82,6 +83,18 @@ def test_round_trip(tmp_path_factory, shapes, seed):
     assert published.path.stat().st_size == published.bytes
     assert [(g.group, g.issue, g.rollouts) for g in published.groups] == [(g.group, g.issue, len(g.rollouts)) for g in groups]
     assert_equal(read_rollouts(published.path, published.bytes, published.checksum, run="run"), groups)
+
+
+def test_a_partial_group_keeps_its_numbers(tmp_path):
+    rng = np.random.default_rng(0)
+    groups = [
+        replace(make_group(n, rng, rollouts=3, turns=2), numbers=numbers)
+        for n, numbers in enumerate([(0, 2, 5), (), (1, 2, 3)])
+    ]
+    published = write(tmp_path, groups)
+    found = read_rollouts(published.path, published.bytes, published.checksum)
+    assert_equal(found, groups)
+    assert [[i.rollout for i in g.rollout_ids()] for g in found] == [[0, 2, 5], [0, 1, 2], [1, 2, 3]]
 
 
 def test_arrays_are_views_of_the_file(tmp_path):
@@ -211,8 +224,10 @@ def test_foreign_files_are_refused(tmp_path):
     ("column", "values", "words"),
     [
         ("turn", [0, 0, 2], "numbered"),
-        ("rollout", [1, 2, 2], "numbered"),
-        ("rollout", [0, 2, 2], "numbered"),
+        ("turn", [1, 0, 1], "numbered"),
+        ("rollout", [0, 0, 0], "numbered"),
+        ("rollout", [2, 1, 1], "do not rise"),
+        ("rollout", [-1, 1, 1], "do not rise"),
         ("logprobs", [[0.0] * 4, [0.0] * 3, [0.0] * 5], "log-probs"),
         ("reward", [None, 1.0, 1.0], "missing"),
         ("versions", [[{"lineage": 0, "step": 0, "start": 0, "end": 3}]] * 3, "do not cover"),
@@ -242,6 +257,10 @@ def test_groups_that_no_reader_would_take_are_refused_at_once(tmp_path):
     for rollouts in ((), (Rollout((), 0.0),), (Rollout((short,), 0.0),), (Rollout((gap,), 0.0),)):
         with pytest.raises(StreamError, match=r"group 7 \(d/1\)"):
             writer.append(Group(0, "d", "", "d/1", 7, 0, rollouts))
+    two = (Rollout((turn,), 0.0),) * 2
+    for numbers in ((1,), (0, 0), (1, 0), (-1, 0), (0, 1, 2)):
+        with pytest.raises(StreamError, match="with numbers"):
+            writer.append(Group(0, "d", "", "d/1", 7, 0, two, numbers))
 
 
 def test_a_name_that_shows_late_is_waited_for(tmp_path):
