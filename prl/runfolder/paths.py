@@ -46,6 +46,11 @@ class RunFolder:
         return self.ledgers / f"attempt_{attempt:03d}"
 
     @property
+    def reclaimed(self) -> Path:
+        """The record of stream files that were deleted on purpose."""
+        return self.path / "streams" / "reclaimed.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

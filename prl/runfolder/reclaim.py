@@ -1,0 +1,60 @@
+"""The record of stream files that were deleted on purpose: what they were, so that an audit can tell them from lost ones."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.publish import sync_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaimed:
+    """A deleted file. `groups` (pairs of group and issue) is of rollout files, `step` of step files (otherwise -1)."""
+
+    kind: Literal["rollouts", "step"]
+    path: str  # relative to the run folder
+    bytes: int
+    checksum: str
+    groups: tuple[tuple[int, int], ...] = ()
+    step: int = -1
+
+
+def record_reclaimed(run: RunFolder, files: Iterable[Reclaimed]) -> None:
+    """Append to the record; durable on return, and to be called before the files are deleted. Raises OSError."""
+    data = "".join(json.dumps(asdict(file)) + "\n" for file in files).encode()
+    with run.reclaimed.open("ab", buffering=0) as record:
+        if record.tell() and not _ends_with_newline(run):  # a line that was torn by a crash spoils none after it
+            data = b"\n" + data
+        record.write(data)
+        os.fsync(record.fileno())
+    sync_folder(run.reclaimed.parent)
+
+
+def read_reclaimed(run: RunFolder) -> list[Reclaimed]:
+    """All that was recorded. A torn line, whose files were not deleted, is passed over; raises ValueError for any other that
+    is no record."""
+    if not run.reclaimed.exists():
+        return []
+    found = []
+    for line in run.reclaimed.read_text(errors="replace").splitlines():
+        try:
+            facts = json.loads(line)
+        except ValueError:
+            continue
+        try:
+            groups = tuple((int(group), int(issue)) for group, issue in facts["groups"])
+            found.append(
+                Reclaimed(facts["kind"], facts["path"], int(facts["bytes"]), facts["checksum"], groups, int(facts["step"]))
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{run.reclaimed}: no record of a deleted file ({error!r}): {line[:200]}") from error
+    return found
+
+
+def _ends_with_newline(run: RunFolder) -> bool:
+    with run.reclaimed.open("rb") as record:
+        record.seek(-1, os.SEEK_END)
+        return record.read(1) == b"\n"
