@@ -4,7 +4,7 @@
 
 Lengths are log-normal (median 968 tokens, mean about 1,400, cut at 8,192). `waste`: the share of the bins' room that is
 empty, as packed and without what is owed to rounding up to whole rounds of the ranks. `largest`: tokens of the fullest rank
-to the mean of all. Times are the best of thirty on one core, of the draw in the middle; the rest is the worst of all draws.
+to the mean of all. Times are of the CPU, the best of thirty, of the draw in the middle; the rest is the worst of all draws.
 """
 
 import argparse
@@ -45,9 +45,9 @@ def measure(recipe: Callable[[Lengths, int, int], Ranks], lengths: Lengths, capa
     """Milliseconds, waste, waste without the rounding, tokens of the fullest rank to the mean."""
     best_s = float("inf")
     for _ in range(TRIES):
-        began = time.perf_counter()
+        began = time.process_time()
         dealt = recipe(lengths, capacity, ranks)
-        best_s = min(best_s, time.perf_counter() - began)
+        best_s = min(best_s, time.process_time() - began)
     rounds = max(map(len, dealt))
     packed = len(pack(lengths, capacity)) if recipe is prl else sum(map(len, dealt))
     tokens = [sum(int(lengths[i]) for members in bins for i in members) for bins in dealt]
