@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from prl.flow.dispatcher import Evaluation
+from prl.flow.evaluations import Evaluation
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
 from prl.metrics.options import MetricsOptions

@@ -10,7 +10,7 @@ from typing import Any
 
 from prl.config.schema import Config
 from prl.control.server import Answer, Bell, ControlServer, Member
-from prl.flow.dispatcher import Evaluation
+from prl.flow.evaluations import Evaluation
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.journal import Journal

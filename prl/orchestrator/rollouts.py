@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from prl.control.server import Answer, Bell, Handler, Member
-from prl.flow.dispatcher import Dispatcher, Evaluation
+from prl.flow.dispatcher import Dispatcher
+from prl.flow.evaluations import Evaluation
 from prl.flow.events import LedgerEvent, from_discard_rows
 
 LONG_POLL_S = 5.0
