@@ -119,7 +119,7 @@ class Actor:
                 group = await sample_group(task, lease, self._train_sampler, self._limits, self._troubles)
                 self._rollouts += len(group.rollouts)
                 self._output_tokens += sum(len(turn.output_ids) for rollout in group.rollouts for turn in rollout.turns)
-                self._parts.publisher.put(group)
+                await self._parts.publisher.put(group)
             self._faults_in_a_row = 0
         except GroupFailed as failure:
             await self._fail(lease, failure)

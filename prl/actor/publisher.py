@@ -1,4 +1,4 @@
-"""From finished groups to announced rollout files, one file at a time and in order."""
+"""From finished groups to announced entries of the rollout stream, one at a time and in order."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -6,76 +6,98 @@ from typing import Any
 
 from prl.control.client import ControlClient
 from prl.control.options import ControlOptions
+from prl.control.server import Bell
 from prl.runfolder.paths import RunFolder
+from prl.streams.opening import open_writer
 from prl.streams.options import StreamsOptions
 from prl.streams.records import Group
-from prl.streams.writer import RolloutWriter
 
 Write = Callable[[Sequence[Group]], Sequence[Mapping[str, Any]]]
 Announce = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
+_LOOK_S = 60.0  # between two looks at a queue that stays empty
+
 
 class Publisher:
-    """Collects groups and publishes them together: when there are `roll_groups` of them, or when the first of them has
-    waited `roll_s` seconds."""
+    """Collects groups and publishes them together: when there are `roll_groups` of them or `roll_mib` MiB, when the first of
+    them has waited `roll_s` seconds, or at once when somebody waits for them (`hurry`)."""
 
-    def __init__(self, write: Write, announce: Announce, *, roll_groups: int, roll_s: float) -> None:
-        """`write` makes groups durable and returns what to announce of each file; it may block, and runs in a thread.
-        `announce` tells the orchestrator of one file."""
+    def __init__(self, write: Write, announce: Announce, options: StreamsOptions, *, wait_s: float) -> None:
+        """`write` makes groups durable and returns what to announce; it may block, and runs in a thread. `announce` tells the
+        orchestrator of one entry. `wait_s`: how long `put` waits for room, in seconds."""
         self._write = write
         self._announce = announce
-        self._roll_groups = roll_groups
-        self._roll_s = roll_s
-        self._queue: asyncio.Queue[Group | None] = asyncio.Queue()  # None: no more will come
+        self._options = options
+        self._wait_s = wait_s
+        self._groups: list[Group] = []
+        self._gathered_bytes = 0  # of `_groups`
+        self._waiting_bytes = 0  # of these and of what is being written
+        self._closed = False
+        self._hurried = False
+        self._bell = Bell()
 
-    def put(self, group: Group) -> None:
-        self._queue.put_nowait(group)
+    async def put(self, group: Group) -> None:
+        """Returns at once, except where so much waits already that the storage, or who reads from it, has to catch up first.
+        Raises TimeoutError where it does not."""
+        if not await self._bell.until(self._has_room, self._wait_s):
+            raise TimeoutError(
+                f"{self._waiting_bytes / 2**20:.0f} MiB of finished groups wait to be written, more than streams.queue_mib, "
+                f"and that for {self._wait_s:g} s: the storage of the rollouts does not keep up, or nobody reads them"
+            )
+        size = group.payload_bytes()
+        self._groups.append(group)
+        self._gathered_bytes += size
+        self._waiting_bytes += size
+        self._bell.ring()
+
+    def _has_room(self) -> bool:
+        return self._waiting_bytes < self._options.queue_mib * 2**20
+
+    def hurry(self) -> None:
+        """Publish what is gathered without waiting for more."""
+        self._hurried = bool(self._groups)
+        self._bell.ring()
 
     def close(self) -> None:
         """Lets `run` end once everything put before is announced."""
-        self._queue.put_nowait(None)
+        self._closed = True
+        self._bell.ring()
 
     async def run(self) -> None:
-        more = True
-        while more:
-            groups, more = await self._collect()
-            if not groups:
+        while not (self._closed and not self._groups):
+            if not await self._bell.until(self._has_work, _LOOK_S):
                 continue
-            for announcement in await asyncio.to_thread(self._write, groups):
+            await self._bell.until(self._is_due, self._options.roll_s)
+            groups, size = self._groups, self._gathered_bytes
+            self._groups, self._gathered_bytes, self._hurried = [], 0, False
+            announcements = await asyncio.to_thread(self._write, groups)
+            self._waiting_bytes -= size
+            self._bell.ring()
+            for announcement in announcements:
                 await self._announce(announcement)  # late groups have ended already: the ledger says how
 
-    async def _collect(self) -> tuple[list[Group], bool]:
-        """The groups of the next file, and whether more may follow."""
-        first = await self._queue.get()
-        if first is None:
-            return [], False
-        groups = [first]
-        try:
-            async with asyncio.timeout(self._roll_s):
-                while len(groups) < self._roll_groups:
-                    group = await self._queue.get()
-                    if group is None:
-                        return groups, False
-                    groups.append(group)
-        except TimeoutError:
-            pass  # the first has waited long enough
-        return groups, True
+    def _has_work(self) -> bool:
+        return bool(self._groups) or self._closed
+
+    def _is_due(self) -> bool:
+        options = self._options
+        full = len(self._groups) >= options.roll_groups or self._gathered_bytes >= options.roll_mib * 2**20
+        return full or self._hurried or self._closed
 
 
 def rollout_publisher(
     run: RunFolder, run_name: str, attempt: int, control: ControlClient, options: StreamsOptions, deadlines: ControlOptions
 ) -> Publisher:
-    """Publishes to the actor's own folder of the run's rollout stream."""
-    name = f"actor-{control.index:03d}"
-    writer = RolloutWriter(run.rollouts, name, run_name, attempt, options)
+    """Publishes to the actor's own part of the run's rollout stream."""
+    writer = open_writer(run, f"actor-{control.index:03d}", run_name, attempt, options)
 
     def write(groups: Sequence[Group]) -> Sequence[Mapping[str, Any]]:
-        files = [file for group in groups for file in writer.append(group)]
-        files += writer.flush()
-        return [{**file.announcement(run.path), "writer": name} for file in files]
+        published = [entry for group in groups for entry in writer.append(group)]
+        published += writer.flush()
+        return [entry.announcement() for entry in published]
 
-    async def announce(file: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def announce(entry: Mapping[str, Any]) -> Mapping[str, Any]:
         deadline_s = deadlines.stop_s if control.stopping.is_set() else deadlines.wait_s
-        return await control.call("rollouts", file, deadline_s=deadline_s, reason=f"announcing {file['path']}")
+        return await control.call("rollouts", entry, deadline_s=deadline_s, reason=f"announcing {entry['path']}")
 
-    return Publisher(write, announce, roll_groups=options.roll_groups, roll_s=options.roll_s)
+    return Publisher(write, announce, options, wait_s=deadlines.wait_s)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from prl.control.child import Child
@@ -12,8 +11,9 @@ from prl.control.client import ControlClient
 from prl.flow.events import to_discard_rows, to_rows
 from prl.preprocess.assemble import Moment
 from prl.preprocess.steps import Made, StepMaker
-from prl.streams.files import Published, StreamError, next_sequence
-from prl.streams.reader import read_rollouts
+from prl.streams.contract import announced
+from prl.streams.files import StreamError, StreamFile, next_sequence
+from prl.streams.opening import open_reader
 from prl.streams.records import Group
 from prl.streams.steps import write_step
 
@@ -46,6 +46,7 @@ class _Loop:
         self._next_step: int | None = None
         self._wait_s = child.config.control.wait_s
         self._sequence = next_sequence(child.run.steps)
+        self._reader = open_reader(child.run, child.config.run.name, child.config.streams)
         self._unreadable: set[str] = set()  # paths
 
     async def run(self) -> None:
@@ -96,9 +97,7 @@ class _Loop:
         return []
 
     def _read(self, announcement: Mapping[str, Any]) -> list[Group]:
-        path = inside(self._child.run.path, announcement["path"])
-        run = self._child.config.run.name
-        return read_rollouts(path, int(announcement["bytes"]), str(announcement["checksum"]), run=run, wait_s=_VISIBLE_S)
+        return self._reader.read(announced(announcement, self._child.attempt), _VISIBLE_S)
 
     async def _sample_again(self, groups: list[tuple[int, int]], error: StreamError) -> None:
         """A file that cannot be read costs its groups, which are sampled again, and not the run."""
@@ -132,7 +131,7 @@ class _Loop:
         run = self._child.config.run
         return run.max_lag if run.mode == "pipeline" else run.steps_per_generation - 1
 
-    def _write(self, chosen: list[int], moment: Moment) -> tuple[Made, Published]:
+    def _write(self, chosen: list[int], moment: Moment) -> tuple[Made, StreamFile]:
         made = self._maker.make(chosen, moment)
         published = write_step(
             self._child.run.steps,
@@ -146,7 +145,7 @@ class _Loop:
         self._sequence += 1
         return made, published
 
-    async def _announce(self, made: Made, published: Published, preprocess_s: float) -> None:
+    async def _announce(self, made: Made, published: StreamFile, preprocess_s: float) -> None:
         """`preprocess_s` runs from the orchestrator's answer that made the step possible to its durable file."""
         step = made.step.facts.step
         metrics = {**made.step.metrics, "preprocess_s": preprocess_s, "unreadable_files": float(len(self._unreadable))}
@@ -160,11 +159,3 @@ class _Loop:
             "metrics": metrics,
         }
         await self._client.call("step_file", body, deadline_s=self._wait_s, reason=f"announcing step {step}")
-
-
-def inside(folder: Path, path: str) -> Path:
-    """The announced path below the run folder. Raises StreamError where it would lead out of it."""
-    joined = folder / path
-    if Path(path).is_absolute() or ".." in Path(path).parts:
-        raise StreamError(f"{path}: leads out of the run folder {folder}")
-    return joined

@@ -51,6 +51,11 @@ class RunFolder:
         return self.path / "streams" / "reclaimed.jsonl"
 
     @property
+    def quarantine(self) -> Path:
+        """Rollout files that could not be read, as <writer>_<name>."""
+        return self.path / "streams" / "quarantine"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

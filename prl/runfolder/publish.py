@@ -1,39 +1,86 @@
 """Files that are either whole or not there, also for readers on other nodes and after a crash."""
 
+import contextlib
+import errno
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+_FULL = {errno.ENOSPC: "no space is left", errno.EDQUOT: "the quota is used up"}
 
 
-def publish(path: Path, data: bytes | Callable[[BinaryIO], None]) -> None:
-    """Write `data` (bytes, or a function that writes to the open file) under a temporary name in the same folder, make it
-    durable, and rename it to `path`. Readers ignore names with a leading dot. Raises OSError; nothing is left behind then."""
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex}")
+class StorageFull(OSError):
+    """Nothing more can be written, though what is durable stays so."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            error.errno,
+            f"{_FULL[error.errno or 0]} ({error.strerror}). What was made durable before is safe. Free some space or have the "
+            "quota raised (look at blocks and inodes: df -h, df -i, quota; on Lustre lfs quota and lfs df, where a single full "
+            "target is enough), then submit again: the run resumes",
+            str(path),
+        )
+
+
+@contextlib.contextmanager
+def storage(path: Path) -> Iterator[None]:
+    """Errors that say that the storage is full become `StorageFull`, which names `path`; others stay what they are."""
     try:
-        with temporary.open("xb") as file:
-            if isinstance(data, bytes):
-                file.write(data)
-            else:
-                data(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        if error.errno in _FULL and not isinstance(error, StorageFull):
+            raise StorageFull(path, error) from error
         raise
-    sync_folder(path.parent)
+
+
+def publish(path: Path, data: Any, folder: int | None = None) -> None:
+    """Write `data` (anything with a buffer) under a temporary name in the same folder, make it durable, and rename it to
+    `path`. Readers ignore names with a leading dot. Who publishes often keeps the folder open and gives its descriptor.
+
+    Raises OSError (StorageFull). Nothing is left behind then, except where the very last act failed, the folder's fsync:
+    publishing the same again is right in any case."""
+    temporary = path.with_name(f".tmp-{uuid.uuid4().hex}")
+    with storage(path):
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                write_all(descriptor, data)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        if folder is None:
+            sync_folder(path.parent)
+        else:
+            os.fsync(folder)
 
 
 def publish_json(path: Path, value: Any) -> None:
     publish(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
+def write_all(descriptor: int, data: Any) -> None:
+    """All of a buffer, however little of it the system takes at a time."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def open_folder(path: Path) -> int:
+    """A descriptor of a folder, for `publish` and fsync."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_folder(path)
     try:
         os.fsync(descriptor)
     finally:

@@ -43,4 +43,20 @@ def list_views(column: pa.ListArray) -> tuple[Array, list[int]]:
     return values, column.offsets.to_numpy().tolist()
 
 
+def has_nulls(array: pa.Array) -> bool:
+    """Whether a value is missing in a column, or in what it is made of."""
+    if array.null_count:
+        return True
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return has_nulls(array.dictionary)
+    if pa.types.is_map(kind):
+        return has_nulls(array.keys) or has_nulls(array.items)
+    if pa.types.is_list(kind):
+        return has_nulls(array.values)
+    if pa.types.is_struct(kind):
+        return any(has_nulls(array.field(i)) for i in range(kind.num_fields))
+    return False
+
+
 DICTIONARY = pa.dictionary(pa.int32(), pa.string())

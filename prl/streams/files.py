@@ -7,21 +7,23 @@ writer: order goes by them, never by times of the filesystem.
 """
 
 import errno
+import os
 import random
 import re
+import stat
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from prl.runfolder.publish import publish
+from prl.streams.guard import check_file
 
 SCHEMA_VERSION = 1
-_NAME = re.compile(r"(?P<stem>.+)_a(?P<attempt>\d+)_(?P<sequence>\d+)_(?P<bytes>\d+)_(?P<checksum>[0-9a-f]{8})\.arrow")
+FILE_NAME = re.compile(r"(?P<stem>.+)_a(?P<attempt>\d+)_(?P<sequence>\d+)_(?P<bytes>\d+)_(?P<checksum>[0-9a-f]{8})\.arrow")
 _NOT_YET_VISIBLE = (errno.ENOENT, errno.ESTALE)
 
 
@@ -30,34 +32,14 @@ class StreamError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFacts:
-    """A group of a rollout file, for its announcement."""
-
-    group: int
-    issue: int
-    rollouts: int
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A durable stream file, as it is announced."""
+class StreamFile:
+    """A durable stream file."""
 
     path: Path
     bytes: int
     checksum: str  # crc32 of all its bytes, 8 hexadecimal digits
     attempt: int
     sequence: int
-    groups: tuple[GroupFacts, ...] = ()  # of rollout files
-
-    def announcement(self, run_folder: Path) -> dict[str, Any]:
-        """JSON for the control plane; the path is relative to the run folder."""
-        return {
-            "path": self.path.relative_to(run_folder).as_posix(),
-            "bytes": self.bytes,
-            "checksum": self.checksum,
-            "sequence": self.sequence,
-            "groups": [{"group": g.group, "issue": g.issue, "rollouts": g.rollouts} for g in self.groups],
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +62,28 @@ class Header:
         }
 
 
-def publish_arrow(folder: Path, stem: str, header: Header, data: pa.Buffer, groups: tuple[GroupFacts, ...] = ()) -> Published:
-    """Make an Arrow file durable under its final name. Raises OSError; nothing is left behind then."""
+def publish_arrow(folder: Path, stem: str, header: Header, data: pa.Buffer, descriptor: int | None = None) -> StreamFile:
+    """Make an Arrow file durable under its final name; see `publish`, also for the folder's `descriptor`. Raises OSError."""
     checksum = checksum_of(data)
     path = folder / f"{stem}_a{header.attempt:03d}_{header.sequence:08d}_{data.size}_{checksum}.arrow"
-
-    def write(file: Any) -> None:
-        file.write(data)
-
-    publish(path, write)
-    return Published(path, data.size, checksum, header.attempt, header.sequence, groups)
+    publish(path, data, descriptor)
+    return StreamFile(path, data.size, checksum, header.attempt, header.sequence)
 
 
-def list_published(folder: Path) -> list[tuple[str, Published]]:
+def list_published(folder: Path) -> list[tuple[str, StreamFile]]:
     """(stem, file) of every finished stream file in a folder, by attempt and sequence, from one listing. Other names are
     passed over; a folder that is not there is empty."""
-    if not folder.is_dir():
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
         return []
     found = []
-    for path in folder.iterdir():
-        match = None if path.name.startswith(".") else _NAME.fullmatch(path.name)
+    for name in names:
+        match = None if name.startswith(".") else FILE_NAME.fullmatch(name)
         if match:
-            file = Published(path, int(match["bytes"]), match["checksum"], int(match["attempt"]), int(match["sequence"]))
+            file = StreamFile(
+                folder / name, int(match["bytes"]), match["checksum"], int(match["attempt"]), int(match["sequence"])
+            )
             found.append((match["stem"], file))
     return sorted(found, key=lambda f: (f[1].attempt, f[1].sequence))
 
@@ -137,48 +119,76 @@ def read_checked(
             if clock() >= end:
                 raise StreamError(f"{path}: not there after waiting {wait_s:g} s for it ({error.strerror})") from error
         sleep(random.uniform(0.05, 0.15))  # noqa: S311  (so that the nodes do not ask in step)
-        if path.parent.is_dir():
-            list(path.parent.iterdir())
+        try:
+            os.listdir(path.parent)
+        except OSError as error:
+            if error.errno not in _NOT_YET_VISIBLE:
+                raise
 
 
 def _read_checked(path: Path, size_bytes: int, checksum: str) -> pa.Buffer:
-    with path.open("rb") as file:
-        found_bytes = file.seek(0, 2)
-        if found_bytes != size_bytes:
-            raise StreamError(f"{path}: {found_bytes} bytes, announced were {size_bytes}: torn or not the file announced")
-        file.seek(0)
-        data = pa.py_buffer(file.read())
+    # Neither through a link to elsewhere nor from a pipe, which would never end.
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise StreamError(f"{path}: a link, not a file") from error
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise StreamError(f"{path}: not a regular file")
+        if found.st_size != size_bytes:
+            raise StreamError(f"{path}: {found.st_size} bytes, announced were {size_bytes}: torn or not the file announced")
+        data = os.read(descriptor, size_bytes)
+        while len(data) < size_bytes and (more := os.read(descriptor, size_bytes - len(data))):
+            data += more
+    finally:
+        os.close(descriptor)
+    return check_bytes(data, size_bytes, checksum, path)
+
+
+def check_bytes(data: bytes, size_bytes: int, checksum: str, where: object) -> pa.Buffer:
+    """The bytes, where they are those announced. Raises StreamError."""
+    if len(data) != size_bytes:
+        raise StreamError(f"{where}: {len(data)} bytes read, announced were {size_bytes}: torn")
     if checksum_of(data) != checksum:
-        raise StreamError(f"{path}: checksum {checksum_of(data)}, announced was {checksum}: damaged or not the file announced")
-    return data
+        raise StreamError(f"{where}: checksum {checksum_of(data)}, announced was {checksum}: damaged or not what was announced")
+    return pa.py_buffer(data)
 
 
 def open_arrow(
-    path: Path, data: pa.Buffer, kind: str, schema: pa.Schema, run: str | None
+    where: object, data: pa.Buffer, kind: str, schema: pa.Schema, run: str | None
 ) -> tuple[list[pa.RecordBatch], Header]:
-    """The record batches (views of `data`) and the header of a checked file. Raises StreamError where it is of another kind,
-    schema version, schema or (if `run` is given) run, or not valid Arrow."""
+    """The record batches (views of `data`) and the header of checked bytes. Raises StreamError where they are of another kind,
+    schema version, schema or (if `run` is given) run, or not valid Arrow. Whatever the bytes are, no more memory is taken than
+    they are long."""
     try:
+        check_file(data)
         reader = pa.ipc.open_file(data)
+        header = _check_schema(where, reader.schema, kind, schema, run)
         batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        found = reader.schema
-        header = _header(found)
         for batch in batches:
             batch.validate(full=True)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        raise StreamError(f"{path}: not a stream file of prl ({type(error).__name__}: {error})") from error
+        raise StreamError(f"{where}: not a stream file of prl ({type(error).__name__}: {error})") from error
+    return batches, header
+
+
+def _check_schema(where: object, found: pa.Schema, kind: str, schema: pa.Schema, run: str | None) -> Header:
+    header = _header(found)
     if header.kind != kind:
-        raise StreamError(f"{path}: holds {header.kind!r}, wanted {kind!r}")
+        raise StreamError(f"{where}: holds {header.kind!r}, wanted {kind!r}")
     if found.metadata[b"prl.schema_version"] != str(SCHEMA_VERSION).encode():
         version = found.metadata[b"prl.schema_version"].decode()
         raise StreamError(
-            f"{path}: schema version {version}, this program reads {SCHEMA_VERSION}: use the program that wrote it"
+            f"{where}: schema version {version}, this program reads {SCHEMA_VERSION}: use the program that wrote it"
         )
     if not found.equals(schema):
-        raise StreamError(f"{path}: its columns are not those of schema version {SCHEMA_VERSION}")
+        raise StreamError(f"{where}: its columns are not those of schema version {SCHEMA_VERSION}")
     if run is not None and header.run != run:
-        raise StreamError(f"{path}: of run {header.run!r}, this is run {run!r}")
-    return batches, header
+        raise StreamError(f"{where}: of run {header.run!r}, this is run {run!r}")
+    return header
 
 
 def _header(schema: pa.Schema) -> Header:

@@ -21,9 +21,10 @@ import pyarrow as pa
 from prl.flow.events import EventKind, LedgerEvent
 from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
-from prl.runfolder.publish import sync_folder
-from prl.streams.arrays import DICTIONARY, dictionary_array
+from prl.runfolder.publish import storage, sync_folder, write_all
+from prl.streams.arrays import DICTIONARY, dictionary_array, has_nulls
 from prl.streams.files import StreamError
+from prl.streams.guard import check_stream
 
 SCHEMA = pa.schema(
     [
@@ -66,11 +67,10 @@ class LedgerWriter:
             return
         payload = _encode(events)
         head = struct.pack("<4sII", _MAGIC, len(payload), zlib.crc32(payload))
-        data = memoryview(head + struct.pack("<I", zlib.crc32(head)) + payload)
         try:
-            while data:
-                data = data[os.write(self._file, data) :]
-            os.fdatasync(self._file)
+            with storage(self.path):
+                write_all(self._file, head + struct.pack("<I", zlib.crc32(head)) + payload)
+                os.fdatasync(self._file)
         except OSError as error:
             self._broken = error
             raise
@@ -140,14 +140,24 @@ def _read(path: Path) -> Iterator[pa.Table]:
                 )
             log.warning("%s: the last %d bytes are a torn append, never acknowledged: left out", path, len(data) - at)
             return
-        try:
-            table = pa.ipc.open_stream(payload).read_all()
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise StreamError(f"{path}: no ledger entry at byte {at} ({error})") from error
-        if not table.schema.equals(SCHEMA):
-            raise StreamError(f"{path}: the entry at byte {at} is of another schema")
-        yield table
+        yield decode(payload, f"{path}, the entry at byte {at}")
         at += _FRAME.size + len(payload)
+
+
+def decode(payload: bytes, where: str) -> pa.Table:
+    """The events of one append. Raises StreamError where the bytes are nothing that an append wrote."""
+    try:
+        check_stream(payload)
+        reader = pa.ipc.open_stream(payload)
+        if not reader.schema.equals(SCHEMA):
+            raise StreamError(f"{where}: of another schema")
+        table = reader.read_all()
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StreamError(f"{where}: no events ({type(error).__name__}: {error})") from error
+    if any(has_nulls(chunk) for column in table.columns for chunk in column.chunks):
+        raise StreamError(f"{where}: values are missing")
+    return table
 
 
 def _frame(data: bytes, at: int) -> bytes | None:

@@ -2,15 +2,57 @@
 
 from pathlib import Path
 
-from prl.streams.files import open_arrow, read_checked
+import pyarrow as pa
+
+from prl.streams.contract import Cursor, Published, Source, further
+from prl.streams.files import Header, StreamError, open_arrow, read_checked
 from prl.streams.records import Group
 from prl.streams.rollouts import KIND, SCHEMA, from_arrow
 
 
+class RolloutReader:
+    """The rollout streams of all writers of a run. Readers do not know of each other: each has its own cursor."""
+
+    def __init__(self, store: Source, run: str) -> None:
+        """`run` is the run that has to have written the entries."""
+        self.unreadable = 0  # entries set aside
+        self._store = store
+        self._run = run
+
+    def read(self, entry: Published, wait_s: float = 0.0) -> list[Group]:
+        """The groups of an entry; their token arrays are read-only views of its bytes. `wait_s` is how long a new name may take
+        to show. Raises StreamError where it cannot be read; it is set aside and counted then."""
+        try:
+            groups, header = groups_of(self._store.fetch(entry, wait_s), entry.name, self._run)
+            if (header.writer, header.sequence) != (entry.writer, entry.sequence):
+                raise StreamError(f"{entry.name}: it is number {header.sequence} of {header.writer!r}, says its header")
+            return groups
+        except StreamError:
+            self.unreadable += 1
+            self._store.set_aside(entry)
+            raise
+
+    def poll(self, cursor: Cursor) -> tuple[list[Published], Cursor]:
+        """What there is behind the cursor, by looking and without announcements, and the cursor behind all of that."""
+        found = list(self._store.entries(cursor))
+        return found, further(cursor, found)
+
+    def release(self, cursor: Cursor) -> None:
+        """Entries up to the cursor are done with for everyone: a bounded store makes room."""
+        self._store.release(cursor)
+
+    def close(self) -> None:
+        self._store.close()
+
+
 def read_rollouts(path: Path, size_bytes: int, checksum: str, *, run: str | None = None, wait_s: float = 0.0) -> list[Group]:
-    """The groups of a rollout file; their token arrays are read-only views of the file's bytes. `run`, where given, has to be
-    the run that wrote it; `wait_s` is how long the name may take to show (see `read_checked`). Raises StreamError for anything
-    but the whole file that was announced."""
-    data = read_checked(path, size_bytes, checksum, wait_s=wait_s)
-    batches, _ = open_arrow(path, data, KIND, SCHEMA, run)
-    return [group for batch in batches for group in from_arrow(batch, path)]
+    """The groups of a rollout file, wherever it lies. `run`, where given, has to be the run that wrote it; `wait_s` is how long
+    the name may take to show (see `read_checked`). Raises StreamError for anything but the whole file that was announced."""
+    groups, _ = groups_of(read_checked(path, size_bytes, checksum, wait_s=wait_s), path, run)
+    return groups
+
+
+def groups_of(data: pa.Buffer, where: object, run: str | None) -> tuple[list[Group], Header]:
+    """What is in the bytes of an entry. Raises StreamError where they are no rollouts, or of another run."""
+    batches, header = open_arrow(where, data, KIND, SCHEMA, run)
+    return [group for batch in batches for group in from_arrow(batch, where)], header

@@ -65,6 +65,11 @@ class Group:
     def rollout_ids(self) -> list[RolloutId]:
         return [RolloutId(self.epoch, self.problem, self.group, k, self.issue) for k in self.rollout_numbers()]
 
+    def payload_bytes(self) -> int:
+        """Of its token ids and log-probs, which is nearly all of it."""
+        turns = [turn for rollout in self.rollouts for turn in rollout.turns]
+        return sum(4 * (len(t.prompt_ids) + 2 * len(t.output_ids)) for t in turns)
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from prl.flow.versions import Version
-from prl.streams.arrays import DICTIONARY, Array, dictionary_array, list_array, list_views, offsets_of
+from prl.streams.arrays import DICTIONARY, Array, dictionary_array, has_nulls, list_array, list_views, offsets_of
 from prl.streams.files import Header, StreamError
 from prl.streams.records import Group, Rollout, Turn, VersionSpan
 
@@ -135,7 +135,7 @@ def from_arrow(batch: pa.RecordBatch, where: object) -> list[Group]:
     rows = batch.num_rows
     if rows == 0:
         return []
-    if any(column[name].null_count for name in SCHEMA.names):
+    if any(has_nulls(column[name]) for name in SCHEMA.names):
         raise StreamError(f"{where}: values are missing")
     group, issue, rollout, turn = (column[n].to_numpy() for n in ("group_id", "issue", "rollout", "turn"))
     new_group = np.concatenate(([True], (np.diff(group) != 0) | (np.diff(issue) != 0)))

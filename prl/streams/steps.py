@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from prl.flow.ids import RolloutId
 from prl.flow.packing import deal
-from prl.streams.arrays import Array, one_list
-from prl.streams.files import Header, Published, StreamError, list_published, open_arrow, publish_arrow, read_checked
+from prl.streams.arrays import Array, has_nulls, one_list
+from prl.streams.files import Header, StreamError, StreamFile, list_published, open_arrow, publish_arrow, read_checked
 from prl.streams.records import MicroBatch, StepFacts
 
 KIND = "step"
@@ -45,7 +45,7 @@ _STEM = re.compile(r"step_(\d+)")
 
 def write_step(
     folder: Path, step: int, microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: str, attempt: int, sequence: int
-) -> Published:
+) -> StreamFile:
     """Publish a step's file. `sequence` rises with every file of this writer (from `files.next_sequence(folder)` on): of two
     files of one step the later one holds. Raises StreamError where the micro-batches contradict themselves or the facts."""
     if facts.step != step or facts.microbatches != len(microbatches):
@@ -63,7 +63,7 @@ def write_step(
     return publish_arrow(folder, f"step_{step:08d}", header, sink.getvalue())
 
 
-def find_steps(folder: Path) -> dict[int, Published]:
+def find_steps(folder: Path) -> dict[int, StreamFile]:
     """Step to its durable file (the latest one where a step was written twice), from one listing."""
     found = {}
     for stem, file in list_published(folder):
@@ -75,24 +75,52 @@ def find_steps(folder: Path) -> dict[int, Published]:
 
 def read_step(path: Path, size_bytes: int, checksum: str, *, run: str | None = None, wait_s: float = 0.0) -> "StepFile":
     """A step's file, checked as `read_rollouts` does. Raises StreamError for anything but the whole file that was announced."""
-    data = read_checked(path, size_bytes, checksum, wait_s=wait_s)
-    batches, header = open_arrow(path, data, KIND, SCHEMA, run)
+    return open_step(path, read_checked(path, size_bytes, checksum, wait_s=wait_s), run)
+
+
+def open_step(where: object, data: pa.Buffer, run: str | None) -> "StepFile":
+    """A step from the checked bytes of its file. Raises StreamError."""
+    batches, header = open_arrow(where, data, KIND, SCHEMA, run)
+    metadata = pa.ipc.open_file(data).schema.metadata
     try:
-        metadata = pa.ipc.open_file(data).schema.metadata
         facts = StepFacts(**json.loads(metadata[b"prl.facts"]))
-        tokens = [int(n) for n in json.loads(metadata[b"prl.tokens"])]
-    except (KeyError, TypeError, ValueError) as error:
-        raise StreamError(f"{path}: no step facts in its header ({error})") from error
-    if not facts.microbatches == len(batches) == len(tokens):
-        raise StreamError(f"{path}: {len(batches)} micro-batches, its header speaks of {facts.microbatches}")
-    return StepFile(path, header, facts, tokens, batches)
+        tokens = json.loads(metadata[b"prl.tokens"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise StreamError(f"{where}: no step facts in its header ({type(error).__name__}: {error})") from error
+    counts = (facts.step, facts.trained_tokens, facts.samples, facts.microbatches)
+    if any(type(n) is not int or n < 0 for n in counts) or type(facts.denominator) not in (int, float):
+        raise StreamError(f"{where}: its header speaks of {facts}")
+    if facts.microbatches != len(batches):
+        raise StreamError(f"{where}: {len(batches)} micro-batches, its header speaks of {facts.microbatches}")
+    for number, batch in enumerate(batches):
+        _check_lists(batch, f"{where}, micro-batch {number}")
+    if tokens != [len(batch.column("tokens").values) for batch in batches]:
+        raise StreamError(f"{where}: its header deals other micro-batches than it holds")
+    return StepFile(where, header, facts, tokens, batches)
+
+
+def _check_lists(batch: pa.RecordBatch, where: str) -> None:
+    """One row, each list of which is all of its column."""
+    if batch.num_rows != 1:
+        raise StreamError(f"{where}: {batch.num_rows} rows")
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name == "reference_logprobs" and column.null_count and len(column.values) == 0:
+            continue
+        if has_nulls(column):
+            raise StreamError(f"{where}: values are missing in {name}")
+        if column.offsets.to_pylist() != [0, len(column.values)]:
+            raise StreamError(f"{where}: {name} is not in one piece")
+    if len({len(batch.column(name).values) for name in _IDS}) != 1:
+        raise StreamError(f"{where}: the parts of its rollout ids differ in number")
 
 
 class StepFile:
     """A step file in memory."""
 
-    def __init__(self, path: Path, header: Header, facts: StepFacts, tokens: list[int], batches: list[pa.RecordBatch]) -> None:
-        self.path = path
+    def __init__(
+        self, where: object, header: Header, facts: StepFacts, tokens: list[int], batches: list[pa.RecordBatch]
+    ) -> None:
+        self.where = where
         self.header = header
         self.facts = facts
         self.tokens = tokens  # of each micro-batch
@@ -106,8 +134,6 @@ class StepFile:
     def microbatch(self, number: int) -> MicroBatch:
         """One micro-batch; its arrays are read-only views. Raises StreamError where they do not fit together."""
         batch = self._batches[number]
-        if batch.num_rows != 1:
-            raise StreamError(f"{self.path}, micro-batch {number}: {batch.num_rows} rows")
 
         def values(name: str) -> Array:
             array: Array = batch.column(name).values.to_numpy(zero_copy_only=True)
@@ -121,7 +147,7 @@ class StepFile:
             reference_logprobs=reference,
             rollouts=tuple(RolloutId(*i) for i in ids),
         )
-        _check(microbatch, f"{self.path}, micro-batch {number}")
+        _check(microbatch, f"{self.where}, micro-batch {number}")
         return microbatch
 
     def rollout_ids(self) -> list[RolloutId]:
@@ -143,7 +169,7 @@ def _check(microbatch: MicroBatch, where: str) -> None:
     boundaries = microbatch.boundaries
     if len(boundaries) != len(microbatch.rollouts) + 1 or boundaries[0] != 0 or boundaries[-1] != tokens:
         raise StreamError(f"{where}: boundaries {boundaries.tolist()} of {len(microbatch.rollouts)} sequences, {tokens} tokens")
-    if (np.diff(boundaries) <= 0).any():
+    if (np.diff(boundaries.astype(np.int64)) <= 0).any():
         raise StreamError(f"{where}: an empty sequence in boundaries {boundaries.tolist()}")
 
 

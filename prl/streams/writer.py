@@ -1,72 +1,61 @@
-"""Writing of rollouts: groups are gathered and published as few large files."""
+"""Writing of rollouts: groups are gathered and published as few large entries."""
 
-import time
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
-from prl.streams.files import GroupFacts, Header, Published, next_sequence, publish_arrow
+import pyarrow as pa
+
+from prl.streams.contract import Appender, GroupFacts, Published
+from prl.streams.files import Header
 from prl.streams.options import StreamsOptions
 from prl.streams.records import Group
 from prl.streams.rollouts import KIND, check_group, to_arrow
 
 
 class RolloutWriter:
-    """The rollout stream of one writer (an actor), a folder of its own under `folder`. Files are rolled by groups, bytes or the
-    age of their first group; a restarted writer of the same name goes on with the next sequence number.
+    """The rollout stream of one writer (an actor). Entries are rolled by groups and bytes; who wants it by time calls `flush`.
+    A restarted writer of the same name goes on with the next sequence number.
 
-    Publishing blocks for as long as the filesystem takes to make a file durable: `flush` may run in a thread, as long as
-    nothing else is called on the writer meanwhile."""
+    Publishing blocks for as long as the storage takes to make an entry durable: call it in a thread, as long as nothing else
+    is called on the writer meanwhile."""
 
-    def __init__(
-        self,
-        folder: Path,
-        writer: str,
-        run: str,
-        attempt: int,
-        options: StreamsOptions,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, store: Appender, writer: str, run: str, attempt: int, options: StreamsOptions) -> None:
         self.writer = writer
-        self._folder = folder / writer
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._store = store
         self._run = run
         self._attempt = attempt
         self._options = options
-        self._clock = clock
-        self._sequence = next_sequence(self._folder)
+        self._sequence = store.next_sequence
         self._groups: list[Group] = []
         self._bytes = 0
-        self._first_s = 0.0
+        self._pending: tuple[Header, pa.Buffer, tuple[GroupFacts, ...]] | None = None  # encoded, not known to be durable
+        self._published: list[Published] = []  # not given out yet
 
     def append(self, group: Group) -> list[Published]:
-        """Take a group in; the files that became full with it, to be announced. Raises StreamError for a group that no reader
+        """Take a group in; the entries that became full with it, to be announced. Raises StreamError for a group that no reader
         would take, OSError where publishing fails (the groups stay and `flush` may be tried again)."""
         check_group(group)
-        if not self._groups:
-            self._first_s = self._clock()
         self._groups.append(group)
-        turns = [t for r in group.rollouts for t in r.turns]
-        self._bytes += sum(4 * (len(t.prompt_ids) + 2 * len(t.output_ids)) for t in turns)
+        self._bytes += group.payload_bytes()
         full = len(self._groups) >= self._options.roll_groups or self._bytes >= self._options.roll_mib * 2**20
         return self.flush() if full else []
 
-    def due_s(self) -> float | None:
-        """When, on the writer's clock, the gathered groups are due for `flush`; None: there are none."""
-        return self._first_s + self._options.roll_s if self._groups else None
-
-    def due(self, now: float | None = None) -> bool:
-        """Whether the gathered groups have waited long enough."""
-        due_s = self.due_s()
-        return due_s is not None and (self._clock() if now is None else now) >= due_s
-
     def flush(self) -> list[Published]:
-        """Publish what is gathered."""
-        if not self._groups:
-            return []
-        header = Header(KIND, self._run, self._attempt, self.writer, self._sequence)
-        facts = tuple(GroupFacts(g.group, g.issue, len(g.rollouts)) for g in self._groups)
-        published = publish_arrow(self._folder, KIND, header, to_arrow(self._groups, header), facts)
-        self._sequence += 1
-        self._groups = []
-        self._bytes = 0
-        return [published]
+        """Publish what is gathered. An entry whose publishing failed is published first, and as it was: whether the attempt
+        before left it there or not, there is one of it."""
+        while self._pending or self._groups:
+            if self._pending is None:
+                header = Header(KIND, self._run, self._attempt, self.writer, self._sequence)
+                facts = tuple(GroupFacts(g.group, g.issue, len(g.rollouts)) for g in self._groups)
+                self._pending = header, to_arrow(self._groups, header), facts
+                self._sequence += 1
+                self._groups = []
+                self._bytes = 0
+            header, data, facts = self._pending
+            self._published.append(replace(self._store.put(header, data), groups=facts))
+            self._pending = None
+        published, self._published = self._published, []
+        return published
+
+    def close(self) -> None:
+        """Let go of the store. What was not flushed is gone."""
+        self._store.close()

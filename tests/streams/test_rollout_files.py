@@ -1,8 +1,8 @@
 """Rollout files: what goes in comes out, and nothing else is taken for a rollout file."""
 
-import contextlib
+import errno
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -10,66 +10,44 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
+from stream_data import assert_equal, make_group, make_turn
 
 from prl.flow.versions import Version
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.publish import StorageFull
+from prl.streams.contract import Published
 from prl.streams.files import StreamError, checksum_of, list_published, next_sequence, read_checked
+from prl.streams.opening import open_reader, open_writer
 from prl.streams.options import StreamsOptions
 from prl.streams.reader import read_rollouts
 from prl.streams.records import Group, Rollout, Turn, VersionSpan
 from prl.streams.rollouts import SCHEMA
 from prl.streams.writer import RolloutWriter
 
-
-def make_turn(rng: np.random.Generator, prompt: int, output: int, cuts=(), finish="stop") -> Turn:
-    ends = [*cuts, output]
-    spans = [VersionSpan(Version(0, 3 + i), a, b) for i, (a, b) in enumerate(zip([0, *ends[:-1]], ends, strict=True))]
-    return Turn(
-        rng.integers(0, 1000, prompt).astype(np.int32),
-        rng.integers(0, 1000, output).astype(np.int32),
-        rng.normal(size=output).astype(np.float32),
-        tuple(spans),
-        finish,
-        2,
-        1.5,
-        2.5,
-    )
+ACTOR = "streams/rollouts/actor_0"
 
 
-def make_group(number: int, rng: np.random.Generator, rollouts=2, turns=1, issue=0) -> Group:
-    def rollout(k: int) -> Rollout:
-        made = tuple(make_turn(rng, int(rng.integers(0, 5)), 4, cuts=(1,) if k % 2 else ()) for _ in range(turns + k % 2))
-        return Rollout(made, float(np.float32(rng.normal())), {"length": float(k), "ü": 0.5} if k else {})
-
-    return Group(1, "digits", "set", f"digits/{number}", number, issue, tuple(rollout(k) for k in range(rollouts)))
+def writer_in(folder: Path, **options) -> RolloutWriter:
+    return open_writer(RunFolder(folder), "actor_0", "run", 1, StreamsOptions(**options))
 
 
-def assert_equal(found: list[Group], wanted: list[Group]) -> None:
-    assert len(found) == len(wanted)
-    for a, b in zip(found, wanted, strict=True):
-        for name in ("epoch", "domain", "dataset", "problem", "group", "issue", "numbers"):
-            assert getattr(a, name) == getattr(b, name)
-        assert len(a.rollouts) == len(b.rollouts)
-        for r, s in zip(a.rollouts, b.rollouts, strict=True):
-            assert (r.reward, dict(r.metrics), len(r.turns)) == (s.reward, dict(s.metrics), len(s.turns))
-            for t, u in zip(r.turns, s.turns, strict=True):
-                for name in ("prompt_ids", "output_ids", "logprobs"):
-                    x, y = getattr(t, name), getattr(u, name)
-                    assert x.dtype == y.dtype
-                    np.testing.assert_array_equal(x, y)
-                for name in ("versions", "finish_reason", "replica", "started", "ended"):
-                    assert getattr(t, name) == getattr(u, name)
+@dataclass
+class Written:
+    """What a writer published, as a file."""
+
+    entry: Published
+    path: Path
+    bytes: int
+    checksum: str
 
 
-def writer_in(folder: Path, clock=lambda: 0.0, **options) -> RolloutWriter:
-    return RolloutWriter(folder, "actor_0", "run", 1, StreamsOptions(**options), clock)
-
-
-def write(folder: Path, groups: list[Group]):
+def write(folder: Path, groups: list[Group]) -> Written:
     writer = writer_in(folder, roll_groups=1000)
     for group in groups:
         assert writer.append(group) == []
-    (published,) = writer.flush()
-    return published
+    (entry,) = writer.flush()
+    writer.close()
+    return Written(entry, folder / entry.name, entry.bytes, entry.checksum)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -79,9 +57,11 @@ def test_round_trip(tmp_path_factory, shapes, seed):
     rng = np.random.default_rng(seed)
     groups = [make_group(n, rng, rollouts, turns, issue) for n, (rollouts, turns, issue) in enumerate(shapes)]
     published = write(folder, groups)
-    assert published.path.parent == folder / "actor_0"
+    assert published.path.parent == folder / ACTOR
     assert published.path.stat().st_size == published.bytes
-    assert [(g.group, g.issue, g.rollouts) for g in published.groups] == [(g.group, g.issue, len(g.rollouts)) for g in groups]
+    assert [(g.group, g.issue, g.rollouts) for g in published.entry.groups] == [
+        (g.group, g.issue, len(g.rollouts)) for g in groups
+    ]
     assert_equal(read_rollouts(published.path, published.bytes, published.checksum, run="run"), groups)
 
 
@@ -115,42 +95,15 @@ def test_a_plain_arrow_tool_reads_it(tmp_path):
     assert table.schema.metadata[b"prl.writer"] == b"actor_0"
 
 
-def test_files_are_rolled_by_groups_bytes_and_age(tmp_path):
-    now = [100.0]
-    rng = np.random.default_rng(0)
-    writer = writer_in(tmp_path, clock=lambda: now[0], roll_groups=3, roll_s=0.5, roll_mib=1)
-    assert writer.flush() == []
-    assert not writer.due(1e9)
-    assert [len(writer.append(make_group(n, rng))) for n in range(3)] == [0, 0, 1]
-    assert writer.due_s() is None
-    writer.append(make_group(3, rng))
-    now[0] += 0.4
-    writer.append(make_group(4, rng))
-    assert not writer.due()
-    assert writer.due(100.5)
-    (published,) = writer.flush()
-    assert [g.group for g in published.groups] == [3, 4]
-    assert published.sequence == 1
-    turn = make_turn(rng, 0, 2**17)  # 2**17 tokens and log-probs of 4 bytes: a MiB
-    assert len(writer.append(Group(0, "d", "", "d/5", 5, 0, (Rollout((turn,), 0.0),)))) == 1
-    assert published.announcement(tmp_path) == {
-        "path": f"actor_0/{published.path.name}",
-        "bytes": published.bytes,
-        "checksum": published.checksum,
-        "sequence": 1,
-        "groups": [{"group": 3, "issue": 0, "rollouts": 2}, {"group": 4, "issue": 0, "rollouts": 2}],
-    }
-
-
 def test_a_restarted_writer_goes_on_counting(tmp_path):
     rng = np.random.default_rng(0)
     first = write(tmp_path, [make_group(0, rng)])
     second = write(tmp_path, [make_group(1, rng)])
-    (tmp_path / "actor_0" / ".tmp-left").write_bytes(b"x")
-    (tmp_path / "actor_0" / "notes.txt").write_bytes(b"x")
-    assert (first.sequence, second.sequence) == (0, 1)
-    assert next_sequence(tmp_path / "actor_0") == 2
-    found = [file for _, file in list_published(tmp_path / "actor_0")]
+    (tmp_path / ACTOR / ".tmp-left").write_bytes(b"x")
+    (tmp_path / ACTOR / "notes.txt").write_bytes(b"x")
+    assert (first.entry.sequence, second.entry.sequence) == (0, 1)
+    assert next_sequence(tmp_path / ACTOR) == 2
+    found = [file for _, file in list_published(tmp_path / ACTOR)]
     assert [(f.path, f.bytes, f.checksum) for f in found] == [(f.path, f.bytes, f.checksum) for f in (first, second)]
 
 
@@ -174,22 +127,6 @@ def test_damaged_files_are_refused(tmp_path, fault):
     }
     with pytest.raises(StreamError, match=words[fault]):
         read_rollouts(published.path, published.bytes, published.checksum)
-
-
-def test_every_flipped_bit_is_refused_by_checksum_or_schema(tmp_path):
-    """Also where the checksum was made for the damaged file: Arrow and the schema never crash the reader."""
-    groups = [make_group(n, np.random.default_rng(n)) for n in range(2)]
-    data = write(tmp_path, groups).path.read_bytes()
-    rng = np.random.default_rng(0)
-    path = tmp_path / "damaged.arrow"
-    for at in rng.integers(0, len(data), 300).tolist():
-        damaged = bytearray(data)
-        damaged[at] ^= 1 << int(rng.integers(8))
-        path.write_bytes(damaged)
-        with pytest.raises(StreamError, match="checksum"):
-            read_rollouts(path, len(data), checksum_of(data))
-        with contextlib.suppress(StreamError):
-            read_rollouts(path, len(data), checksum_of(bytes(damaged)))
 
 
 def foreign(schema: pa.Schema, batch_of: dict) -> bytes:
@@ -281,17 +218,164 @@ def test_a_name_that_shows_late_is_waited_for(tmp_path):
     assert 20 < now[0] < 21
 
 
-def test_a_full_disk_leaves_nothing_and_loses_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
+def test_a_full_disk_leaves_nothing_and_loses_nothing(tmp_path, monkeypatch, code, call):
     writer = writer_in(tmp_path)
     writer.append(make_group(0, np.random.default_rng(0)))
+
+    def full(*arguments):
+        raise OSError(code, os.strerror(code))
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", _no_space)
-        with pytest.raises(OSError, match="No space"):
+        patch.setattr(os, call, full)
+        with pytest.raises(StorageFull, match=f"{os.strerror(code)}.*submit again.*{ACTOR}") as caught:
             writer.flush()
-    assert list((tmp_path / "actor_0").iterdir()) == []
+    assert caught.value.errno == code
+    assert list((tmp_path / ACTOR).iterdir()) == []
     (published,) = writer.flush()
     assert published.sequence == 0
 
 
-def _no_space(descriptor: int) -> None:
-    raise OSError(28, "No space left on device")
+def test_a_failed_flush_is_repeated_as_it_was(tmp_path, monkeypatch):
+    """Whatever came in meanwhile: the file may be there already, and must not be there twice."""
+    rng = np.random.default_rng(0)
+    writer = writer_in(tmp_path)
+    writer.append(make_group(0, rng))
+    rename = os.rename
+
+    def renames_and_fails(*arguments):
+        rename(*arguments)
+        raise OSError(errno.EIO, "the answer was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", renames_and_fails)
+        with pytest.raises(OSError, match="the answer was lost"):
+            writer.flush()
+    writer.append(make_group(1, rng))
+    published = writer.flush()
+    assert [(p.sequence, p.groups[0].group) for p in published] == [(0, 0), (1, 1)]
+    found, _ = open_reader(RunFolder(tmp_path), "run", StreamsOptions()).poll({})
+    assert found == published
+
+
+def test_a_stale_folder_is_opened_again(tmp_path, monkeypatch):
+    writer = writer_in(tmp_path)
+    writer.append(make_group(0, np.random.default_rng(0)))
+    fsync, failures = os.fsync, [errno.ESTALE]
+
+    def stale_once(descriptor):
+        if failures and os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(failures.pop(), "stale")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", stale_once)
+    (published,) = writer.flush()
+    assert not failures
+    assert [f.path for _, f in list_published(tmp_path / ACTOR)] == [tmp_path / published.name]
+
+
+NAMES = [
+    "/etc/passwd",
+    "../run/streams/rollouts/actor_0/FILE",
+    "streams/rollouts/../rollouts/actor_0/FILE",
+    "streams/rollouts/actor_0/../actor_0/FILE",
+    "streams/rollouts/../../FILE",
+    "streams/steps/actor_0/FILE",
+    "streams/rollouts/FILE",
+    "streams/rollouts/actor_0/x/FILE",
+    "streams/rollouts/actor_0/notes.txt",
+    "streams/rollouts/actor_0/.FILE",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_leads_nowhere_else(tmp_path, name):
+    entry = write(tmp_path, [make_group(0, np.random.default_rng(0))]).entry
+    reader = open_reader(RunFolder(tmp_path), "run", StreamsOptions())
+    with pytest.raises(StreamError, match="not the name of a rollout file"):
+        reader.read(replace(entry, name=name.replace("FILE", Path(entry.name).name)))
+    assert not RunFolder(tmp_path).quarantine.exists()
+    assert len(reader.read(entry)) == 1
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_only_regular_files_are_read(tmp_path, kind):
+    entry = write(tmp_path, [make_group(0, np.random.default_rng(0))]).entry
+    path = tmp_path / entry.name
+    elsewhere = path.rename(tmp_path / "elsewhere")
+    {"link": lambda: path.symlink_to(elsewhere), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    reader = open_reader(RunFolder(tmp_path), "run", StreamsOptions())
+    with pytest.raises(StreamError, match=r"a link|not a regular file"):
+        reader.read(entry)
+
+
+def test_unreadable_files_are_set_aside_and_counted(tmp_path):
+    rng = np.random.default_rng(0)
+    run = RunFolder(tmp_path)
+    entries = [write(tmp_path, [make_group(n, rng)]).entry for n in range(4)]
+    torn, swapped = tmp_path / entries[0].name, tmp_path / entries[1].name
+    torn.write_bytes(torn.read_bytes()[:100])
+    swapped.write_bytes((tmp_path / entries[2].name).read_bytes())
+    (tmp_path / entries[3].name).unlink()
+    reader = open_reader(run, "run", StreamsOptions())
+    renamed = replace(entries[2], name=entries[2].name.replace("_00000002_", "_00000009_"), sequence=9)
+    (tmp_path / renamed.name).write_bytes((tmp_path / entries[2].name).read_bytes())
+    for entry in (entries[0], entries[1], renamed, entries[3]):
+        with pytest.raises(StreamError):
+            reader.read(entry)
+    assert reader.unreadable == 4
+    kept = {f"actor_0_{Path(e.name).name}" for e in (entries[0], entries[1], renamed)}
+    assert {path.name for path in run.quarantine.iterdir()} == kept
+    assert reader.poll({}) == ([entries[2]], {"actor_0": 2})
+
+
+class Calls:
+    """Counts what a filesystem's metadata server is asked."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.made: list[str] = []
+        for name in ("open", "rename", "fsync", "mkdir", "stat", "lstat", "unlink", "listdir", "scandir", "link"):
+            monkeypatch.setattr(os, name, self._counting(name, getattr(os, name)))
+
+    def _counting(self, name, call):
+        def counted(*arguments, **named):
+            data = name == "fsync" and not os.path.isdir(f"/proc/self/fd/{arguments[0]}")  # data, not metadata
+            if not data:
+                self.made.append(name)
+            return call(*arguments, **named)
+
+        return counted
+
+    def take(self) -> list[str]:
+        made, self.made = self.made, []
+        return [name for name in made if name != "stat"]  # os.path.isdir above asks that, of /proc
+
+
+def test_metadata_operations(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    writer = writer_in(tmp_path)
+    reader = open_reader(RunFolder(tmp_path), "run", StreamsOptions())
+    calls = Calls(monkeypatch)
+    published = []
+    for number in range(3):
+        writer.append(make_group(number, rng))
+        published += writer.flush()
+        assert calls.take() == ["open", "rename", "fsync"]
+    for entry in published:
+        reader.read(entry)
+        assert calls.take() == ["open"]
+    assert reader.poll({})[0] == published
+    assert calls.take() == ["listdir", "listdir"]
+
+
+def test_new_folders_of_a_stream_get_one_stripe(tmp_path, monkeypatch):
+    lfs = tmp_path / "bin" / "lfs"
+    lfs.parent.mkdir()
+    lfs.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\necho "cannot stripe: not on Lustre" >&2\nexit 25\n')
+    lfs.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{lfs.parent}:{os.environ['PATH']}")
+    for _ in range(2):
+        writer_in(tmp_path / "run").close()
+    assert (tmp_path / "said").read_text() == f"setstripe -c 1 {tmp_path}/run/{ACTOR}\n"

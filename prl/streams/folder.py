@@ -1,0 +1,110 @@
+"""The rollout stream as Arrow files: streams/rollouts/<writer>/rollouts_a<attempt>_<sequence>_<bytes>_<crc32>.arrow."""
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pyarrow as pa
+
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.publish import open_folder
+from prl.runfolder.striping import one_stripe
+from prl.streams.contract import Cursor, Published, check_writer
+from prl.streams.files import (
+    FILE_NAME,
+    Header,
+    StreamError,
+    StreamFile,
+    list_published,
+    next_sequence,
+    publish_arrow,
+    read_checked,
+)
+from prl.streams.rollouts import KIND
+
+log = logging.getLogger(__name__)
+
+
+class FolderAppender:
+    """One writer's folder, kept open: a file costs its creation, a rename and the folder's fsync."""
+
+    def __init__(self, run: RunFolder, writer: str) -> None:
+        self._root = run.path
+        self._folder = run.rollouts / check_writer(writer)
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir(parents=True)
+            one_stripe(self._folder)
+        self.next_sequence = next_sequence(self._folder)
+        self._descriptor = open_folder(self._folder)
+
+    def put(self, header: Header, data: pa.Buffer) -> Published:
+        try:
+            file = publish_arrow(self._folder, KIND, header, data, self._descriptor)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            self.close()  # the server has forgotten what was open: open it again, once
+            self._descriptor = open_folder(self._folder)
+            file = publish_arrow(self._folder, KIND, header, data, self._descriptor)
+        return _published(file, self._root)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class FolderSource:
+    """All writers' folders of a run."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+
+    def fetch(self, entry: Published, wait_s: float) -> pa.Buffer:
+        return read_checked(self._path(entry.name), entry.bytes, entry.checksum, wait_s=wait_s)
+
+    def entries(self, after: Cursor) -> Iterator[Published]:
+        """One listing for the writers, one for each writer's files."""
+        try:
+            writers = sorted(os.listdir(self._run.rollouts))
+        except FileNotFoundError:
+            return
+        for writer in writers:
+            with contextlib.suppress(NotADirectoryError):
+                for stem, file in list_published(self._run.rollouts / writer):
+                    if stem == KIND and file.sequence > after.get(writer, -1):
+                        yield _published(file, self._run.path)
+
+    def set_aside(self, entry: Published) -> None:
+        try:
+            path = self._path(entry.name)
+        except StreamError:
+            return  # no file of the stream
+        try:
+            self._run.quarantine.mkdir(exist_ok=True)
+            os.rename(path, self._run.quarantine / f"{entry.writer}_{path.name}")
+        except FileNotFoundError:
+            pass  # it never showed, or another reader was first
+        except OSError as error:
+            log.warning("%s could not be moved to %s: %s", path, self._run.quarantine, error)
+
+    def release(self, done: Cursor) -> None:
+        """Nothing: files are kept for resume and replay; the orchestrator reclaims what a checkpoint made superfluous."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _path(self, name: str) -> Path:
+        """Where an announced file lies. Raises StreamError for a name that is no rollout file's or leads elsewhere."""
+        parts = PurePosixPath(name).parts
+        inside = self._run.rollouts.relative_to(self._run.path).parts
+        match = FILE_NAME.fullmatch(parts[-1]) if len(parts) == len(inside) + 2 and parts[:-2] == inside else None
+        if match is None or match["stem"] != KIND:
+            raise StreamError(f"{name!r}: not the name of a rollout file of the run folder {self._run}")
+        return self._run.rollouts / check_writer(parts[-2]) / parts[-1]
+
+
+def _published(file: StreamFile, root: Path) -> Published:
+    name = file.path.relative_to(root).as_posix()
+    return Published(name, file.path.parent.name, file.attempt, file.sequence, file.bytes, file.checksum)
