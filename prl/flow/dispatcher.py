@@ -28,7 +28,8 @@ than groups_per_step times
                    the trainer begins once `generation_sampled`
 and never more than the steps left of the run can use. A group that is sampled by the newest version is thus trained at most
 max_lag steps later, as long as groups are trained in the order in which they were handed out; the preprocessor holds the limit
-for those that are overtaken. Every step is taken to train groups_per_step groups.
+for those that are overtaken. Every step is taken to train groups_per_step groups. Groups to be sampled again have their place
+already; only after a rollback, when durable step files are trained again first, they wait for their turn as well.
 
 While results of `max_waiting_bytes` or more wait to be trained, new groups are handed out only as far as the next step lacks
 them: a trainer that is slow holds the actors back, and never waits for what is held back.
@@ -176,16 +177,21 @@ class Dispatcher:
         return [i for i in ids if i.rollout not in alive.get(i.group, ())]
 
     def budget(self) -> int:
-        """Training groups that may be handed out now: new ones only, those to be sampled again have their place already."""
+        """New training groups that may be handed out now."""
         if self._version is None:
             return 0
-        s, done, flying = self.settings, self._version.step, len(self._flights)
-        allowed = s.max_lag + 1 if s.mode == "pipeline" else s.steps_per_generation - done % s.steps_per_generation
-        ahead = max(self._furthest_trained - done, 0)
-        room = s.groups_per_step * (min(allowed, s.steps - done) - ahead) - flying
+        s, flying = self.settings, len(self._flights)
+        room = self._admitted(self._version) - flying
         if s.max_waiting_bytes is not None and self._waiting_bytes() >= s.max_waiting_bytes:
             room = min(room, s.groups_per_step - flying)
         return min(room, self._order.left())
+
+    def _admitted(self, version: Version) -> int:
+        """Most groups that may be in flight."""
+        s, done = self.settings, version.step
+        allowed = s.max_lag + 1 if s.mode == "pipeline" else s.steps_per_generation - done % s.steps_per_generation
+        ahead = max(self._furthest_trained - done, 0)
+        return s.groups_per_step * (min(allowed, s.steps - done) - ahead)
 
     def _waiting_bytes(self) -> int:
         return sum(flight.bytes for _, flight in self._flights.having("received"))
@@ -214,7 +220,9 @@ class Dispatcher:
         if not self._order.sizes:
             raise DispatcherError("lease before problems: no actor has said how many problems there are")
         leases = self._evaluations.lease(actor, groups, now)
-        numbers = [n for n, _ in self._flights.having("queued")][: groups - len(leases)]
+        queued = [n for n, _ in self._flights.having("queued")]
+        working = len(self._flights) - len(queued)
+        numbers = queued[: max(min(groups - len(leases), self._admitted(self._version) - working), 0)]
         new = min(groups - len(leases) - len(numbers), self.budget())
         numbers += [self._flights.add(self._order.draw()) for _ in range(new)]
         events: list[LedgerEvent] = []

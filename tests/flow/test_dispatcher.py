@@ -438,6 +438,30 @@ def test_a_resumed_run_goes_on_from_state_and_ledger(chosen, before, after, kept
         resumed.run(("train", value))
 
 
+def test_after_a_rollback_groups_wait_until_they_will_not_be_too_old():
+    """Back to step 1: step 2 was trained, step 3's file was durable, groups 6 and 7 were sampled for step 4."""
+    dispatcher = started()
+    leases = {lease.group: lease for lease in dispatcher.lease(0, 4, 0.0).leases}
+    events = train(dispatcher, 1, [leases[0], leases[1]])
+    dispatcher.committed(Version(0, 1))
+    state = dispatcher.state()
+    for step in (2, 3):
+        leased = dispatcher.lease(0, 2, 0.0)
+        leases |= {lease.group: lease for lease in leased.leases}
+        events = events + leased.events
+        if step == 2:
+            events += train(dispatcher, 2, [leases[2], leases[3]])
+            dispatcher.committed(Version(0, 2))
+    resumed = Dispatcher(dispatcher.settings, state)
+    resumed.replay(events[6:])
+    resumed.reissue_outstanding("attempt ended", keep={4, 5})
+    resumed.committed(Version(1, 1))
+    assert resumed.lease(0, 9, 0.0).leases == []  # trained in step 4, tokens of version 1 would be 2 steps old
+    resumed.trained(2, [i for n in (2, 3) for i in leases[n].rollout_ids()])
+    resumed.committed(Version(1, 2))
+    assert [(lease.group, lease.issue) for lease in resumed.lease(0, 9, 0.0).leases] == [(6, 1), (7, 1)]
+
+
 def test_replay_refuses_another_runs_ledger():
     dispatcher = started()
     stranger = started(seed=77, sizes={"a": 10})
