@@ -62,9 +62,17 @@ class Header:
         }
 
 
-def publish_arrow(folder: Path, stem: str, header: Header, data: pa.Buffer, descriptor: int | None = None) -> StreamFile:
-    """Make an Arrow file durable under its final name; see `publish`, also for the folder's `descriptor`. Raises OSError."""
-    checksum = checksum_of(data)
+def publish_arrow(
+    folder: Path,
+    stem: str,
+    header: Header,
+    data: pa.Buffer,
+    descriptor: int | None = None,
+    checksum: str | None = None,
+) -> StreamFile:
+    """Make an Arrow file durable under its final name; see `publish`, also for the folder's `descriptor`. `checksum`: that of
+    the data, where it is known. Raises OSError."""
+    checksum = checksum or checksum_of(data)
     path = folder / f"{stem}_a{header.attempt:03d}_{header.sequence:08d}_{data.size}_{checksum}.arrow"
     publish(path, data, descriptor)
     return StreamFile(path, data.size, checksum, header.attempt, header.sequence)

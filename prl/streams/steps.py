@@ -4,7 +4,7 @@ a micro-batch lies in one piece and becomes a numpy view. The header deals micro
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,16 @@ import pyarrow as pa
 from prl.flow.ids import RolloutId
 from prl.flow.packing import deal
 from prl.streams.arrays import Array, has_nulls, one_list
-from prl.streams.files import Header, StreamError, StreamFile, list_published, open_arrow, publish_arrow, read_checked
+from prl.streams.files import (
+    Header,
+    StreamError,
+    StreamFile,
+    checksum_of,
+    list_published,
+    open_arrow,
+    publish_arrow,
+    read_checked,
+)
 from prl.streams.records import MicroBatch, StepFacts
 
 KIND = "step"
@@ -43,24 +52,47 @@ SCHEMA = pa.schema(
 _STEM = re.compile(r"step_(\d+)")
 
 
-def write_step(
-    folder: Path, step: int, microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: str, attempt: int, sequence: int
-) -> StreamFile:
-    """Publish a step's file. `sequence` rises with every file of this writer (from `files.next_sequence(folder)` on): of two
-    files of one step the later one holds. Raises StreamError where the micro-batches contradict themselves or the facts."""
-    if facts.step != step or facts.microbatches != len(microbatches):
-        raise StreamError(f"step {step} with {len(microbatches)} micro-batches has the facts {facts}")
+@dataclass(frozen=True, slots=True)
+class EncodedStep:
+    """A step's file before it lies on any disk."""
+
+    step: int
+    header: Header
+    data: pa.Buffer
+    checksum: str
+
+
+def encode_step(microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: str, attempt: int, sequence: int) -> EncodedStep:
+    """`sequence` rises with every file of this writer (from `files.next_sequence(folder)` on): of two files of one step the
+    later one holds. Raises StreamError where the micro-batches contradict themselves or the facts."""
+    if facts.microbatches != len(microbatches):
+        raise StreamError(f"step {facts.step} with {len(microbatches)} micro-batches has the facts {facts}")
     for number, microbatch in enumerate(microbatches):
-        _check(microbatch, f"step {step}, micro-batch {number}")
+        _check(microbatch, f"step {facts.step}, micro-batch {number}")
     header = Header(KIND, run, attempt, "preprocess", sequence)
     tokens = [len(m.tokens) for m in microbatches]
     metadata = header.metadata({"prl.facts": json.dumps(asdict(facts)), "prl.tokens": json.dumps(tokens)})
     schema = SCHEMA.with_metadata(metadata)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
-        for microbatch in microbatches:
-            writer.write_batch(_to_batch(microbatch, schema))
-    return publish_arrow(folder, f"step_{step:08d}", header, sink.getvalue())
+    batches = [_to_batch(microbatch, schema) for microbatch in microbatches]
+    counting = pa.MockOutputStream()
+    _write_file(counting, schema, batches)
+    data = pa.allocate_buffer(counting.size())  # exactly: a growing buffer would be copied again and again
+    _write_file(pa.FixedSizeBufferWriter(data), schema, batches)
+    return EncodedStep(facts.step, header, data, checksum_of(data))
+
+
+def publish_step(folder: Path, encoded: EncodedStep) -> StreamFile:
+    """Make a step's file durable. Raises OSError."""
+    return publish_arrow(folder, f"step_{encoded.step:08d}", encoded.header, encoded.data, checksum=encoded.checksum)
+
+
+def write_step(
+    folder: Path, step: int, microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: str, attempt: int, sequence: int
+) -> StreamFile:
+    """Encode and publish."""
+    if facts.step != step:
+        raise StreamError(f"step {step} has the facts {facts}")
+    return publish_step(folder, encode_step(microbatches, facts, run=run, attempt=attempt, sequence=sequence))
 
 
 def find_steps(folder: Path) -> dict[int, StreamFile]:
@@ -156,6 +188,12 @@ class StepFile:
         for batch in self._batches:
             found.update(RolloutId(*i) for i in zip(*(batch.column(name).values.to_pylist() for name in _IDS), strict=True))
         return sorted(found)
+
+
+def _write_file(sink: pa.NativeFile, schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> None:
+    with pa.ipc.new_file(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
 
 
 def _check(microbatch: MicroBatch, where: str) -> None:
