@@ -153,7 +153,8 @@ class Dispatcher:
     def used_up(self) -> bool:
         """Whether no other step can come together: the epochs have been handed out, and too little is left of them."""
         awaited = self._flights.having("queued", "leased")
-        return not self._order.left() and not awaited and len(self._flights) < self.settings.groups_per_step
+        too_few = len(self._flights) < self.settings.groups_per_step
+        return bool(self._order.sizes) and not self._order.left() and not awaited and too_few
 
     @property
     def evaluations_pending(self) -> int:

@@ -51,7 +51,12 @@ class Orchestrator:
         self._ledger_desk = LedgerDesk(self._ledger.append)
         record = self._record = self._ledger_desk.record
         self._rollouts = RolloutDesk(
-            self._dispatcher, record, self._bell, facts=self._facts_for_actors, on_evaluation=self._evaluated
+            self._dispatcher,
+            record,
+            self._bell,
+            facts=self._facts_for_actors,
+            hungry=lambda: self._steps.hungry,
+            on_evaluation=self._evaluated,
         )
         self._steps = StepDesk(
             self._dispatcher,
@@ -146,6 +151,9 @@ class Orchestrator:
         """Until the trainer has finished; a step or some groups have to end within the deadline of a wait."""
         wait_s = self._config.control.wait_s
         while not self._steps.exported and not self._causes:
+            if self._dispatcher.used_up and not self._steps.finishing:
+                self._done_words = f"every problem was used {self._config.run.epochs} times"
+                self._finish()
             await self._causes.wait(partial(self._has_moved, self._position()), wait_s, self._waiting_for)
         self._journal.phase("finishing")
         if not self._causes:
@@ -156,10 +164,10 @@ class Orchestrator:
             # No cause to fail: the trained model is safe.
             log.warning("the last evaluation did not end within %.0f s", wait_s)
 
-    def _position(self) -> tuple[int, int]:
-        return self._steps.trained, len(self._rollouts.announcements)
+    def _position(self) -> tuple[int, int, bool]:
+        return self._steps.trained, self._rollouts.announced, self._dispatcher.used_up
 
-    def _has_moved(self, since: tuple[int, int]) -> bool:
+    def _has_moved(self, since: tuple[int, int, bool]) -> bool:
         return self._position() != since or self._steps.exported
 
     def _all_committed(self) -> bool:
@@ -230,6 +238,7 @@ class Orchestrator:
         while True:
             asleep = time.monotonic()
             await asyncio.sleep(control.heartbeat_s)
+            await self._rollouts.expire()
             if time.monotonic() - asleep > control.heartbeat_s + LATE_S:
                 log.warning("the orchestrator was held up for %.1f s", time.monotonic() - asleep - control.heartbeat_s)
                 trusted = time.monotonic()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from prl.config.bounds import AtLeast
+from prl.config.bounds import Above, AtLeast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,24 @@ class RunOptions:
     steps_per_generation: Annotated[int, "optimizer steps trained on one generation (conventional)", AtLeast(1)] = 4
     groups_per_step: Annotated[int, "groups (problems) trained on in one optimizer step", AtLeast(1)] = 32
     rollouts_per_group: Annotated[int, "rollouts sampled for one problem", AtLeast(1)] = 16
+    min_rollouts_per_group: Annotated[
+        int | None,
+        "where some rollouts of a group fail or are late, so many of them are enough to train on; null: all",
+        AtLeast(1),
+    ] = None
+    group_deadline_s: Annotated[
+        float | None,
+        "a group that was handed out so many seconds ago and has not come back is sampled again by another actor; null: never",
+        Above(0),
+    ] = None
+    max_waiting_mib: Annotated[
+        int | None,
+        "MiB of rollouts that wait to be trained above which no new groups are handed out; null: no limit",
+        AtLeast(1),
+    ] = 4096
+    epochs: Annotated[
+        int | None, "end the run once every problem was handed out so many times; null: go through them without end", AtLeast(1)
+    ] = None
     order: Annotated[
         Literal["arrival", "dispatch"],
         "arrival: train on groups as they end; dispatch: in the order in which they were handed out",

@@ -68,6 +68,9 @@ def dispatcher_settings(config: Config) -> DispatcherSettings:
         max_lag=run.max_lag,
         steps_per_generation=run.steps_per_generation,
         seed=run.seed,
+        epochs=run.epochs,
+        group_deadline_s=run.group_deadline_s,
+        max_waiting_bytes=None if run.max_waiting_mib is None else run.max_waiting_mib * 2**20,
         evaluate_every_steps=run.evaluate_every_steps,
         evaluate_problems=run.evaluate_problems,
     )

@@ -28,15 +28,23 @@ class RolloutDesk:
         bell: Bell,
         *,
         facts: Callable[[], Mapping[str, Any]],
+        hungry: Callable[[], bool],
         on_evaluation: Callable[[Evaluation, Mapping[str, Any]], None],
+        on_announced: Callable[[Mapping[str, Any]], None] = lambda announcement: None,
     ) -> None:
+        """`facts` are samplers and verifier, for actors; `hungry`: whether they are to publish what they have at once."""
         self.open = False  # leases are handed out once the samplers serve a version
         self.ended = False
-        self.announcements: list[dict[str, Any]] = []
+        self.announced = 0  # so far
+        self._announcements: dict[int, dict[str, Any]] = {}  # by number, those of which a group still waits to be trained
+        self._cursors: dict[str, int] = {}
+        self._told_to_hurry: dict[int, bool] = {}  # by actor
         self._dispatcher = dispatcher
         self._record = record
         self._bell = bell
-        self._facts = facts  # samplers and verifier, for actors
+        self._facts = facts
+        self._hungry = hungry
+        self._on_announced = on_announced
         self._on_evaluation = on_evaluation
 
     def handlers(self) -> dict[str, Handler]:
@@ -50,11 +58,27 @@ class RolloutDesk:
 
     def cursors(self) -> dict[str, int]:
         """The highest sequence number that each writer of this attempt has announced."""
-        cursors: dict[str, int] = {}
-        for announcement in self.announcements:
-            writer = str(announcement["writer"])
-            cursors[writer] = max(int(announcement["sequence"]), cursors.get(writer, -1))
-        return cursors
+        return dict(self._cursors)
+
+    def announcements(self, after: int) -> list[dict[str, Any]]:
+        """What was announced behind the first `after` announcements and still waits to be trained."""
+        return [announcement for number, announcement in self._announcements.items() if number >= after]
+
+    def forget(self) -> None:
+        """Announcements of which no group waits any more are of no use to anyone."""
+        self._announcements = {
+            number: announcement
+            for number, announcement in self._announcements.items()
+            if any(self._dispatcher.waits(int(g["group"]), int(g["issue"])) for g in announcement["groups"])
+        }
+
+    async def expire(self) -> None:
+        """Groups that were handed out too long ago are sampled again."""
+        events = self._dispatcher.overdue(time.monotonic())
+        if events:
+            log.warning("sampled again: %d groups were out for too long", len({event.rollout.group for event in events}))
+        await self._record(events)
+        self._bell.ring()
 
     async def _lease(self, member: Member, body: Mapping[str, Any]) -> Answer:
         wanted = int(body["groups"])
@@ -66,21 +90,29 @@ class RolloutDesk:
                 leased = self._dispatcher.lease(member.index, wanted, time.monotonic())
                 leases.extend(leased.leases)
                 events.extend(leased.events)
-            return bool(leases) or self.ended
+            return bool(leases) or self.ended or self._hungry() != self._told_to_hurry.get(member.index, False)
 
         await self._bell.until(take, LONG_POLL_S)
         await self._record(events)
-        return {"leases": [asdict(lease) for lease in leases], "stop": self.ended, **self._facts()}
+        hurry = self._told_to_hurry[member.index] = self._hungry()
+        return {"leases": [asdict(lease) for lease in leases], "hurry": hurry, "stop": self.ended, **self._facts()}
 
     async def _rollouts(self, member: Member, body: Mapping[str, Any]) -> Answer:
         groups, late = [], []
+        rollouts = sum(int(group["rollouts"]) for group in body["groups"])
         for group in body["groups"]:
-            accepted = self._dispatcher.result(int(group["group"]), int(group["issue"]))
+            size_bytes = int(body["bytes"]) * int(group["rollouts"]) // rollouts
+            accepted = self._dispatcher.result(int(group["group"]), int(group["issue"]), size_bytes)
             groups.append({**group, "late": not accepted})
             if not accepted:
                 late.append(group["group"])
         announcement = {key: body[key] for key in ("path", "bytes", "checksum", "writer", "sequence")}
-        self.announcements.append({**announcement, "groups": groups})
+        announcement["groups"] = groups
+        writer = str(body["writer"])
+        self._cursors[writer] = max(int(body["sequence"]), self._cursors.get(writer, -1))
+        self._announcements[self.announced] = announcement
+        self.announced += 1
+        self._on_announced(announcement)
         self._bell.ring()
         return {"late": late}
 
@@ -104,10 +136,11 @@ class RolloutDesk:
         return {}
 
     async def discard(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Rollouts that the preprocessor refused, as rows of `prl.flow.events.to_discard_rows`."""
+        """Rollouts that an actor gave up or the preprocessor refused, as rows of `prl.flow.events.to_discard_rows`."""
         events: list[LedgerEvent] = []
         for reason, ids in from_discard_rows(rows).items():
             events.extend(self._dispatcher.discarded(ids, reason))
+        self.forget()
         await self._record(events)
         self._bell.ring()
 

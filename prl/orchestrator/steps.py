@@ -67,17 +67,25 @@ class StepDesk:
         """The step for which no file exists yet."""
         return max([self.trained, *self._entries]) + 1
 
+    @property
+    def hungry(self) -> bool:
+        """Whether the trainer has no step file and the next one lacks only the last few groups: what actors have gathered is
+        wanted at once. (While it lacks more, they gather for large files.)"""
+        wanted = self._dispatcher.settings.groups_per_step
+        lacking = wanted - self._dispatcher.received
+        return not self._entries and not self.finishing and 0 < lacking <= max(wanted // 4, 1)
+
     async def _next_rollouts(self, member: Member, body: Mapping[str, Any]) -> Answer:
         after, known_step = int(body["after"]), body.get("trained_step")
-        announcements = self._rollouts.announcements
 
         def news() -> bool:
-            return len(announcements) > after or self._rollouts.ended or (known_step is not None and known_step != self.trained)
+            stepped = known_step is not None and known_step != self.trained
+            return self._rollouts.announced > after or self._rollouts.ended or stepped
 
         await self._bell.until(news, LONG_POLL_S)
         return {
-            "announcements": announcements[after:],
-            "cursor": len(announcements),
+            "announcements": self._rollouts.announcements(after),
+            "cursor": self._rollouts.announced,
             "trained_step": self.trained,
             "next_step": self.next_step,
             "awaited_from": self._dispatcher.awaited_from,
@@ -120,7 +128,9 @@ class StepDesk:
             raise ValueError(f"step {step} reported as trained, step {self.trained + 1} expected")
         self.trained = step
         entry = self._entries.pop(step)
-        await self._record(self._dispatcher.trained(step, entry.trained))
+        events = self._dispatcher.trained(step, entry.trained)
+        self._rollouts.forget()
+        await self._record(events)
         self.finishing = self._on_trained(step, body["metrics"], entry.metrics) or self.finishing
         self._bell.ring()
         return {"stop": self.finishing, "save": self._save_now(step)}
