@@ -169,14 +169,25 @@ def _run(config: Config) -> Iterator[str]:
             f"run.rollouts_per_group = 1: preprocess.advantage = {config.preprocess.advantage} compares the rollouts of a "
             f"group, so that one alone has no advantage and nothing is learned; set at least 2"
         )
+    fewest = run.min_rollouts_per_group
+    if fewest is not None and not 2 <= fewest <= run.rollouts_per_group:
+        yield (
+            f"run.min_rollouts_per_group = {fewest}: rollouts are compared with each other; set 2 to run.rollouts_per_group = "
+            f"{run.rollouts_per_group}, or null"
+        )
+    if run.group_deadline_s is not None and run.group_deadline_s <= config.actor.rollout_s:
+        yield (
+            f"run.group_deadline_s = {run.group_deadline_s}: actors work on a group for actor.rollout_s = "
+            f"{config.actor.rollout_s} s; set more than that, or null"
+        )
 
 
 def _parts(config: Config) -> Iterator[str]:
     train, sample, actor, control = config.train, config.sample, config.actor, config.control
-    if train.kl_coefficient > 0:
+    if train.kl_coefficient > 0 and train.reference == "none":
         yield (
-            f"train.kl_coefficient = {train.kl_coefficient}: the KL term needs the log-probs of a reference model, and this "
-            f"version of prl has no reference model; set it to 0"
+            f"train.kl_coefficient = {train.kl_coefficient}: the KL term needs a reference; set train.reference: initial, or "
+            f"the coefficient to 0"
         )
     if train.sequence_parallel and train.tensor_parallel == 1:
         yield "train.sequence_parallel = true: needs train.tensor_parallel above 1; switch it off"

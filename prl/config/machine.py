@@ -46,10 +46,12 @@ def estimate_memory_bytes(config: Config, model: ModelConfig) -> int:
     ranks = config.cluster.train_devices or config.train.tensor_parallel
     replicas = config.cluster.replicas_per_node or 1
     trained = parameters * _TRAINED_PARAMETER_BYTES // config.train.tensor_parallel
+    bytes_each = 4 if config.train.dtype == "float32" else 2
+    frozen = parameters * bytes_each // config.train.tensor_parallel if config.train.reference == "initial" else 0
     sampled = parameters * (4 if config.sample.dtype == "float32" else 2)
     small = 2 + config.actor.processes + config.verifier.processes
     return (
-        ranks * (_TRAINER_BYTES + trained)
+        ranks * (_TRAINER_BYTES + trained + frozen)
         + parameters * _LOADING_BYTES
         # weights twice: those in use and the version that arrives
         + replicas * (_SAMPLER_BYTES + 2 * sampled + (config.sample.kv_cache_mib or 0) * _MIB)

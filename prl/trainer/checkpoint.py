@@ -1,4 +1,5 @@
-"""Checkpoints of the trainer in Megatron's torch_dist form: model, optimizer and step, for any tensor parallelism.
+"""Checkpoints of the trainer in Megatron's torch_dist form: model, optimizer, step and the digest of the reference, if there
+is one, for any tensor parallelism.
 
 A checkpoint folder, step_000100, holds them in `trainer/`; the orchestrator's manifest beside it makes it count.
 """
@@ -35,11 +36,20 @@ def save_checkpoint(engine: Engine, folder: Path, step: int) -> None:
 
 
 def load_checkpoint(engine: Engine, folder: Path) -> int:
-    """Restore what `save_checkpoint` wrote; returns its step. A collective of all ranks."""
+    """Restore what `save_checkpoint` wrote; returns its step. A collective of all ranks.
+
+    Raises FileNotFoundError where nothing was written, ValueError where the engine's reference is not the one of that time.
+    """
     part = folder / _PART
     if not part.is_dir():
         raise FileNotFoundError(f"{folder} is no checkpoint to resume from: it has no folder {_PART}/")
     state = dist_checkpointing.load(_state(engine, 0, is_loading=True), str(part))
+    before, now = state.get("reference"), _reference(engine)
+    if before and now and before != now:
+        raise ValueError(
+            f"the initial policy, built again as the reference, has the digest {now}; it was {before} when {folder} was "
+            f"written: restore the weights in the model's folder, and run.seed and train.dtype as they were"
+        )
     engine.gpt.load_state_dict(state["model"])
     engine.optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
@@ -47,4 +57,14 @@ def load_checkpoint(engine: Engine, folder: Path) -> int:
 
 def _state(engine: Engine, step: int, *, is_loading: bool) -> dict[str, Any]:
     model = engine.gpt.sharded_state_dict()
-    return {"model": model, "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading), "step": step}
+    return {
+        "model": model,
+        "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading),
+        "step": step,
+        "reference": _reference(engine),
+    }
+
+
+def _reference(engine: Engine) -> str:
+    """The digest of the reference; empty where there is none."""
+    return str(engine.reference.digest) if engine.reference else ""

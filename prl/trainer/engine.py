@@ -1,4 +1,4 @@
-"""The model with its data parallelism and optimizer: what a step changes and a checkpoint holds."""
+"""The model with its data parallelism and optimizer, which a step changes and a checkpoint holds, and its reference."""
 
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from megatron.core.utils import get_model_config
 from prl.config.hf_config import ModelConfig
 from prl.trainer.model import DTYPES, unwrap
 from prl.trainer.options import TrainOptions
+from prl.trainer.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,16 @@ class Engine:
     options: TrainOptions
     model: DistributedDataParallel
     optimizer: MegatronOptimizer
+    reference: Reference | None
 
     @property
     def gpt(self) -> GPTModel:
         return unwrap(self.model)
 
 
-def build_engine(module: torch.nn.Module, config: ModelConfig, options: TrainOptions) -> Engine:
+def build_engine(
+    module: torch.nn.Module, config: ModelConfig, options: TrainOptions, reference: Reference | None = None
+) -> Engine:
     """Wrap a model that has its weights already: the optimizer copies them where it keeps its own in float32."""
     megatron = get_model_config(module)
     model = DistributedDataParallel(
@@ -48,7 +52,7 @@ def build_engine(module: torch.nn.Module, config: ModelConfig, options: TrainOpt
     )
     megatron.finalize_model_grads_func = finalize_model_grads
     megatron.no_sync_func = model.no_sync
-    return Engine(config, options, model, optimizer)
+    return Engine(config, options, model, optimizer, reference)
 
 
 def set_schedule(engine: Engine, step: int) -> None:

@@ -2,12 +2,13 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from prl.config.hf_config import read_model_config
 from prl.control.child import Child
@@ -20,6 +21,7 @@ from prl.trainer.hf_folder import read_weights, write_folder
 from prl.trainer.mapping import export_weights, load_weights, random_weights
 from prl.trainer.model import build_model
 from prl.trainer.parallel import Channel, start_groups, stop_groups
+from prl.trainer.reference import build_reference
 from prl.trainer.step import train_step
 from prl.trainer.weights_out import WeightsOut
 
@@ -55,16 +57,19 @@ def run(child: Child, client: ThreadedClient) -> None:
 
 
 def _start_engine(child: Child) -> tuple[Engine, int]:
-    """Model and optimizer, fresh or from the checkpoint that the agent names, and the version they are."""
+    """Model and optimizer, fresh or from the checkpoint that the agent names, with the reference, and the version they are."""
     config = child.config
     model = read_model_config(child.run.model)
     module = build_model(model, config.train)
     resume = os.environ.get("PRL_RESUME")
-    if config.model.init == "random" or resume:
-        load_weights(module, model, random_weights(model, config.run.seed))
-    else:
-        load_weights(module, model, read_weights(child.run.model, model))
-    engine = build_engine(module, model, config.train)
+
+    def initial_weights() -> Iterator[tuple[str, Tensor]]:
+        drawn = config.model.init == "random"
+        return random_weights(model, config.run.seed) if drawn else read_weights(child.run.model, model)
+
+    load_weights(module, model, random_weights(model, config.run.seed) if resume else initial_weights())
+    reference = build_reference(model, config.train, initial_weights()) if config.train.reference == "initial" else None
+    engine = build_engine(module, model, config.train, reference)
     return engine, load_checkpoint(engine, Path(resume)) if resume else 0
 
 

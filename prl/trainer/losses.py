@@ -38,7 +38,8 @@ def reinforce_loss(
 
 def k3_divergence(logprobs: Tensor, reference_logprobs: Tensor, *, limit: float = 10.0) -> Tensor:
     """Per token e^x - x - 1 with x = reference - pi, held within [-limit, limit]: an unbiased, never negative estimate of
-    KL(pi, reference) from pi's samples. Schulman 2020, "Approximating KL divergence", estimator k3."""
+    KL(pi, reference) from pi's samples; from those of older versions it is off by as much as these differ from pi.
+    Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html, estimator k3."""
     x = (reference_logprobs - logprobs).clamp(-limit, limit)
     return torch.exp(x) - x - 1
 

@@ -9,7 +9,7 @@ from prl.trainer import device, losses
 from prl.trainer.batch import Batch
 from prl.trainer.options import TrainOptions
 
-_SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "clipped", "difference", "k3", "lag")
+_SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "clipped", "difference", "k3", "lag", "kl", "compared")
 _MAXIMA = ("ratio", "difference", "lag")
 _LAGS = 64  # lags that are counted one by one; the last count has all above
 
@@ -34,6 +34,9 @@ class Measures:
             )
         else:
             clipped = ratios > options.truncate
+        kl, compared = torch.zeros_like(loss), torch.zeros_like(loss)
+        if batch.reference_logprobs is not None:
+            kl, compared = losses.k3_divergence(pi, batch.reference_logprobs[trained]).sum(), trained.sum()
         sums = (
             loss,
             trained.sum(),
@@ -44,6 +47,8 @@ class Measures:
             difference.abs().sum(),
             losses.k3_divergence(mu, pi).sum(),
             lags.sum(),
+            kl,
+            compared,
         )
         self._sums += torch.stack([x.double() for x in sums])
         self._lags += torch.bincount(lags.long().clamp(0, _LAGS - 1), minlength=_LAGS)
@@ -61,6 +66,7 @@ class Measures:
         largest = dict(zip(_MAXIMA, self._maxima.tolist(), strict=True))
         count = max(total["tokens"], 1.0)
         by_lag = {f"{names.LAG_COUNT_PREFIX}{lag}": tokens for lag, tokens in enumerate(self._lags.tolist()) if tokens}
+        kl = {"train/kl": total["kl"] / total["compared"]} if total["compared"] else {}  # of tokens that a reference has judged
         return {
             names.LOSS: total["loss"],
             names.TOKENS: total["tokens"],
@@ -75,5 +81,6 @@ class Measures:
             "train/mismatch_mean": total["difference"] / count,
             "train/mismatch_max": largest["difference"],
             "train/mismatch_k3": total["k3"] / count,
+            **kl,
             **by_lag,
         }

@@ -51,7 +51,12 @@ class TrainOptions:
     truncate: Annotated[float, "largest importance weight (reinforce)", Above(0)] = 5.0
     entropy_coefficient: Annotated[float, "weight of the entropy bonus", AtLeast(0)] = 0.0
     kl_coefficient: Annotated[
-        float, "weight of the k3 divergence from a reference model; 0 in this version, which has none", AtLeast(0)
+        float, "weight of the divergence (k3) from the reference in the loss; above 0 it needs reference: initial", AtLeast(0)
     ] = 0.0
+    reference: Annotated[
+        Literal["none", "initial"],
+        "initial: measure the divergence from the initial policy, of which each trainer rank keeps a frozen copy (dtype's 2 or "
+        "4 bytes a parameter and one more forward pass)",
+    ] = "none"
     checkpoint_every_steps: Annotated[int, "steps between two checkpoints; 0: only the one at the end", AtLeast(0)] = 0
     recompute: Annotated[bool, "recompute activations in the backward pass instead of keeping them"] = False

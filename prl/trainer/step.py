@@ -20,18 +20,19 @@ from prl.trainer.vocab_parallel import logprobs_and_entropies
 def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFacts) -> dict[str, float]:
     """Turn version facts.step - 1 into version facts.step. `microbatches` are this data-parallel rank's, which may be none;
     loss and gradient are the same however the step's micro-batches are made and dealt. Returns the step's metrics over all
-    ranks, equal on all of them.
+    ranks, equal on all of them (but for train/reference_s, which is this rank's).
 
     Raises RuntimeError where a gradient is not finite, ValueError where the options ask for what the micro-batches lack.
     """
-    model, options = engine.model, engine.options
+    model, reference = engine.model, engine.reference
+    spent_s = reference.spent_s if reference else 0.0
     batches = list(microbatches) or [idle_microbatch()]
     measures = Measures()
     model.zero_grad_buffer()
     engine.optimizer.zero_grad()
     get_forward_backward_func()(
         forward_step_func=_forward_step(engine, facts, len(batches), measures),
-        data_iterator=(to_device(batch, options.tensor_parallel) for batch in batches),
+        data_iterator=_on_device(engine, batches),
         model=[model],
         num_microbatches=len(batches),
         seq_length=max(len(batch.tokens) for batch in batches),
@@ -41,7 +42,8 @@ def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFa
     set_schedule(engine, facts.step)
     _, grad_norm, _ = engine.optimizer.step()
     reduced = measures.reduce(parallel_state.get_data_parallel_group())
-    return {names.GRAD_NORM: float(grad_norm), **reduced}
+    metrics = {names.GRAD_NORM: float(grad_norm), **reduced}
+    return metrics | {"train/reference_s": reference.spent_s - spent_s} if reference else metrics
 
 
 def batch_loss(batch: Batch, logprobs: Tensor, entropies: Tensor, denominator: float, options: TrainOptions) -> Tensor:
@@ -57,11 +59,22 @@ def batch_loss(batch: Batch, logprobs: Tensor, entropies: Tensor, denominator: f
         loss = loss + losses.entropy_loss(entropies, batch.weights, denominator, coefficient=options.entropy_coefficient)
     if options.kl_coefficient:
         if batch.reference_logprobs is None:
-            raise ValueError("train.kl_coefficient is above 0, but the step has no log-probs of a reference model")
+            raise ValueError(
+                f"train.kl_coefficient = {options.kl_coefficient}: the step file carries no log-probs of a reference, and "
+                f"there is none to compute them; set train.reference: initial"
+            )
         loss = loss + losses.kl_loss(
             logprobs, batch.reference_logprobs, batch.weights, denominator, coefficient=options.kl_coefficient
         )
     return loss
+
+
+def _on_device(engine: Engine, batches: Sequence[MicroBatch]) -> Iterator[Batch]:
+    """The micro-batches as they are asked for: what the reference makes of one is computed before the model's own logits take
+    up memory."""
+    for microbatch in batches:
+        batch = to_device(microbatch, engine.options.tensor_parallel)
+        yield engine.reference.complete(batch) if engine.reference else batch
 
 
 def _forward_step(

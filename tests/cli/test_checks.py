@@ -67,6 +67,9 @@ def test_a_good_configuration_has_neither_problems_nor_warnings(good):
         ("run", {"max_lag": -1}, "run.max_lag = -1: must be at least 0"),
         ("run", {"steps_per_generation": 0}, "run.steps_per_generation = 0: must be at least 1"),
         ("run", {"rollouts_per_group": 1}, "run.rollouts_per_group = 1: preprocess.advantage = group_std compares"),
+        ("run", {"min_rollouts_per_group": 1}, "run.min_rollouts_per_group = 1: rollouts are compared with each other; set 2 to"),
+        ("run", {"min_rollouts_per_group": 999}, "run.min_rollouts_per_group = 999: rollouts are compared with each other"),
+        ("run", {"group_deadline_s": 600.0}, "run.group_deadline_s = 600.0: actors work on a group for actor.rollout_s = 600.0 s"),
         ("run", {"stop_at_reward": 0.9}, "run.stop_at_reward = 0.9: needs evaluations; set run.evaluate_every_steps"),
         ("run", {"name": "a/b"}, "run.name = 'a/b': give a name without slashes"),
         ("run", {"name": ".."}, "run.name = '..': give a name without slashes"),
@@ -98,7 +101,7 @@ def test_a_good_configuration_has_neither_problems_nor_warnings(good):
         (
             "train",
             {"kl_coefficient": 0.1},
-            "train.kl_coefficient = 0.1: the KL term needs the log-probs of a reference model, and this version of prl has no",
+            "train.kl_coefficient = 0.1: the KL term needs a reference; set train.reference: initial, or the coefficient to 0",
         ),
         ("train", {"tensor_parallel": 1, "sequence_parallel": True}, "train.sequence_parallel = true: needs"),
         ("sample", {"tensor_parallel": 3}, "sample.tensor_parallel = 3: does not divide the model's 2 query heads"),
@@ -279,6 +282,10 @@ def test_memory_grows_with_what_is_asked_for(good):
     more = replace(good, sample={"kv_cache_mib": 64 + 1024})
     assert estimate_memory_bytes(more, model) - base == GIB
     assert estimate_memory_bytes(replace(good, cluster={"replicas_per_node": 2}), model) > base + GIB
+    # A frozen copy is split over the tensor-parallel ranks: 4 bytes a parameter in all.
+    reference = replace(good, train={"reference": "initial"})
+    assert estimate_memory_bytes(reference, model) - base == 4 * count_parameters(model)
+    assert check(replace(reference, train={"kl_coefficient": 0.1}), memory_bytes=16 * GIB) == []
 
 
 def cgroup(folder, **files):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import free_port, rank_environment
 from safetensors.torch import load_file
-from trainer_data import facts, microbatches
+from trainer_data import facts, microbatches, without_reference
 
 from prl.config.load import dump
 from prl.config.schema import Config
@@ -33,7 +33,13 @@ from prl.weights.transport import SamplerEnd
 
 RANKS = 2
 TRAIN = TrainOptions(
-    tensor_parallel=RANKS, learning_rate=1e-3, clip_grad=1e6, entropy_coefficient=0.01, kl_coefficient=0.1, weight_decay=0.01
+    tensor_parallel=RANKS,
+    learning_rate=1e-3,
+    clip_grad=1e6,
+    entropy_coefficient=0.01,
+    kl_coefficient=0.1,
+    reference="initial",
+    weight_decay=0.01,
 )
 
 
@@ -52,11 +58,27 @@ class Run:
     exported: list[int] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
+    has_samplers: bool = True
+    offered: list[str] = field(default_factory=list)  # versions, by lineage:step
 
 
 @pytest.fixture(scope="module")
 def run(model_folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    run = new_run(tmp_path_factory.mktemp("run"), model_folders)
+    for step in (1, 2, 3):
+        with_ids = [_with_ids(without_reference(batch), step) for batch in microbatches()]
+        file = write_step(run.folder.steps, step, with_ids, facts(step), run=str(run.folder), attempt=1, sequence=step)
+        run.files[step] = {
+            "step": step,
+            "path": str(file.path.relative_to(run.folder.path)),
+            "bytes": file.bytes,
+            "checksum": file.checksum,
+        }
+    return run
+
+
+def new_run(path: Path, model_folders: Path) -> Run:
+    folder = RunFolder(path)
     folder.create()
     os.symlink(model_folders / "qwen3", folder.model)
     config = Config(
@@ -67,17 +89,7 @@ def run(model_folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
     folder.config.write_text(dump(config))
     create_token(folder.token)
-    run = Run(folder)
-    for step in (1, 2, 3):
-        with_ids = [_with_ids(batch, step) for batch in microbatches()]
-        file = write_step(folder.steps, step, with_ids, facts(step), run=str(folder), attempt=1, sequence=step)
-        run.files[step] = {
-            "step": step,
-            "path": str(file.path.relative_to(folder.path)),
-            "bytes": file.bytes,
-            "checksum": file.checksum,
-        }
-    return run
+    return Run(folder)
 
 
 def _with_ids(batch, step):
@@ -91,6 +103,9 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
 
     async def offer(member, body):
         assert member.index == 0
+        run.offered.append(f"{body['lineage']}:{body['step']}")
+        if not run.has_samplers:
+            return {"epoch": 0, "world_size": 1, "send": False}
 
         def receive():
             if not sampler:
@@ -178,9 +193,10 @@ def test_a_run_from_its_start_to_its_export(run, results):
         assert str(digest(tensors)) == run.digests[label]
     assert len(set(run.digests.values())) == 4
 
-    expected = results[RANKS, "step"]  # the same steps without the loop around them
+    expected = results[RANKS, "step_reference"]  # the same steps without the loop around them
     for step in (1, 2, 3):
         assert run.metrics[step]["train/loss"] == pytest.approx(float(expected[f"{step}:train/loss"]), abs=1e-6)
+        assert run.metrics[step]["train/kl"] == pytest.approx(float(expected[f"{step}:train/kl"]), abs=1e-6)
         assert {"train/wait_s", "train/step_s", "train/send_s", "train/grad_norm"} <= run.metrics[step].keys()
 
     assert run.checkpoints == [2, 3]
@@ -201,7 +217,23 @@ def test_a_resumed_run_goes_on_as_before_and_a_damaged_step_file_ends_it(run):
 
     assert list(run.versions) == ["1:2", "1:3"]
     assert run.metrics[3]["train/loss"] == before[0][3]["train/loss"]
+    assert run.metrics[3]["train/kl"] == before[0][3]["train/kl"] > 0  # the reference is the one of before
     assert all(torch.equal(run.versions["1:3"][name], tensor) for name, tensor in before[1].items())
     assert run.failures
     assert all("checksum" in failure for failure in run.failures)
     assert np.isfinite(run.metrics[3]["train/grad_norm"])
+
+
+def test_a_run_without_samplers_trains_from_another_runs_step_files(run, results, model_folders, tmp_path):
+    replayed = new_run(tmp_path / "replay", model_folders)
+    replayed.has_samplers, replayed.stop_after = False, 2
+    for step in (1, 2):
+        replayed.files[step] = {**run.files[step], "path": str(run.folder.path / run.files[step]["path"])}
+    assert asyncio.run(start_and_serve(replayed, {})) == [0, 0]
+
+    assert replayed.failures == []
+    assert replayed.offered == ["0:0", "0:1", "0:2"]
+    expected = results[RANKS, "step_reference"]
+    for step in (1, 2):
+        assert replayed.metrics[step]["train/loss"] == pytest.approx(float(expected[f"{step}:train/loss"]), abs=1e-6)
+    assert replayed.checkpoints == replayed.exported == [2]

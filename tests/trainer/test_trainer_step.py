@@ -1,5 +1,8 @@
 """Optimizer steps: against transformers and autograd, over ranks and splits, through checkpoints."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -27,7 +30,7 @@ def assert_equal_steps(found, expected):
 
 def written_out(model, batch, loss_kind):
     """Loss and measures of all sequences by the formulas, one sequence and one token at a time."""
-    total, entropies, ratios = torch.zeros(()), [], []
+    total, entropies, ratios, divergences = torch.zeros(()), [], [], []
     for start, end in zip(batch.boundaries[:-1], batch.boundaries[1:], strict=True):
         tokens = torch.from_numpy(batch.tokens[start:end].astype(np.int64))
         logp = model(tokens[None]).logits[0].log_softmax(-1)
@@ -44,10 +47,12 @@ def written_out(model, batch, loss_kind):
                 term = -pi * advantage * min(float(ratio.detach()), 1.1)
             x = float(batch.reference_logprobs[start + t]) - pi
             entropy = -(logp[t - 1].exp() * logp[t - 1]).sum()
-            total = total + weight * (term - 0.01 * entropy + 0.1 * (x.exp() - x - 1))
+            divergence = x.exp() - x - 1
+            total = total + weight * (term - 0.01 * entropy + 0.1 * divergence)
+            divergences.append(float(divergence.detach()))
             entropies.append(float(entropy.detach()))
             ratios.append(float(ratio.detach()))
-    return total / facts(1).denominator, np.array(entropies), np.array(ratios)
+    return total / facts(1).denominator, np.array(entropies), np.array(ratios), np.array(divergences)
 
 
 @pytest.mark.parametrize(("name", "loss_kind"), [("step", "ppo"), ("step_reinforce", "reinforce")])
@@ -55,7 +60,7 @@ def test_loss_gradient_and_measures_equal_the_formulas(results, name, loss_kind)
     found = results[1, name]
     model = AutoModelForCausalLM.from_pretrained(results.folder / "qwen3", dtype=torch.float32)
     batch = merged(microbatches())
-    loss, entropies, ratios = written_out(model, batch, loss_kind)
+    loss, entropies, ratios, divergences = written_out(model, batch, loss_kind)
     loss.backward()
     assert abs(losses(found, 1) - float(loss.detach())) < 1e-5
     expected = {key: parameter.grad.numpy() for key, parameter in model.named_parameters()}
@@ -80,6 +85,7 @@ def test_loss_gradient_and_measures_equal_the_formulas(results, name, loss_kind)
         "mismatch_mean": np.abs(np.log(ratios)).mean(),
         "mismatch_max": np.abs(np.log(ratios)).max(),
         "mismatch_k3": (ratios - np.log(ratios) - 1).mean(),
+        "kl": divergences.mean(),
         "lag_mean": lags.mean(),
         "lag_max": lags.max(),
     }
@@ -102,7 +108,7 @@ def test_clipping_warm_up_and_decay_equal_a_plain_loop(results, ranks):
     expected = []
     for rate in (0.005, 0.01, 0.01):
         optimizer.zero_grad()
-        loss, _, _ = written_out(model, batch, "ppo")
+        loss, _, _, _ = written_out(model, batch, "ppo")
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         assert norm > 0.1
@@ -119,6 +125,88 @@ def test_a_gradient_that_is_not_finite_ends_the_step_before_the_weights_change(r
     found = results[ranks, "not_finite"]
     assert "nan" in str(found["words"]).lower()
     assert found["same"]
+
+
+def initial_logprobs(results, batch):
+    """log p of each token [T] by transformers' initial model; 0 for the first token of a sequence."""
+    model = AutoModelForCausalLM.from_pretrained(results.folder / "qwen3", dtype=torch.float32)
+    found = np.zeros(len(batch.tokens), np.float32)
+    for start, end in zip(batch.boundaries[:-1], batch.boundaries[1:], strict=True):
+        tokens = torch.from_numpy(batch.tokens[start:end].astype(np.int64))
+        with torch.no_grad():
+            logp = model(tokens[None]).logits[0].log_softmax(-1)
+        found[start + 1 : end] = logp[:-1].gather(-1, tokens[1:, None])[:, 0].numpy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_at_the_first_step_the_divergence_is_nought_and_changes_nothing(results, ranks):
+    found, plain = results[ranks, "step_reference"], results[ranks, "step_without_kl"]
+    assert found["1:train/kl"] == 0
+    assert found["1:train/loss"] == plain["1:train/loss"]
+    assert found["1:train/grad_norm"] == plain["1:train/grad_norm"]
+    assert "1:train/kl" not in plain
+    assert "1:train/reference_s" not in plain
+    assert found["1:train/reference_s"] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_divergence_from_the_initial_policy_equals_a_plain_loop(results, ranks):
+    """torch's own AdamW on transformers' model, whose first weights judge the later ones."""
+    found = results[ranks, "step_reference"]
+    model = AutoModelForCausalLM.from_pretrained(results.folder / "qwen3", dtype=torch.float32)
+    decays = [
+        {"params": [p for p in model.parameters() if (p.ndim > 1) is matrix], "weight_decay": 0.01 * matrix}
+        for matrix in (False, True)
+    ]
+    optimizer = torch.optim.AdamW(decays, lr=1e-3, betas=(0.9, 0.95))
+    batch = merged(microbatches())
+    batch = replace(batch, reference_logprobs=initial_logprobs(results, batch))
+    for step in (1, 2, 3):
+        optimizer.zero_grad()
+        loss, _, _, divergences = written_out(model, batch, "ppo")
+        loss.backward()
+        optimizer.step()
+        assert found[f"{step}:train/loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+        assert found[f"{step}:train/kl"] == pytest.approx(divergences.mean(), rel=1e-2, abs=1e-9)
+    assert divergences.mean() > 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_reference_stays_and_is_built_again_bit_for_bit(results, ranks):
+    found = results[ranks, "frozen"]
+    batch = merged(microbatches())
+    later = np.flatnonzero(batch.positions > 0)  # each predicted by the token before it
+    np.testing.assert_allclose(found["kept"][later - 1], initial_logprobs(results, batch)[later], atol=1e-4)
+    assert np.array_equal(found["kept"], found["again"])
+    assert found["kept_digest"] == found["again_digest"] == found["weights_digest"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_log_probs_of_the_step_file_go_before_those_of_the_reference(results, ranks):
+    found, expected = results[ranks, "step_own_logprobs"], results[ranks, "step"]
+    assert found["1:train/loss"] == expected["1:train/loss"]
+    assert found["1:train/reference_s"] == 0
+
+
+def test_a_checkpoint_knows_the_reference(results):
+    found = results[2, "checkpoint"]
+    assert found["same_reference"] == "loaded"
+    assert re.search(
+        r"built again as the reference, has the digest 5; it was \d+ when .*step_000002", str(found["other_reference"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(2, "step_reference"), (2, "step_reference_sequence_parallel"), (2, "step_reference_one_rank_idle")],
+)
+def test_the_divergence_does_not_depend_on_ranks_or_micro_batches(results, ranks, name):
+    found, expected = results[ranks, name], results[1, "step_reference"]
+    assert_equal_steps(found, expected)
+    np.testing.assert_allclose(losses(found, 1, 2, 3), losses(expected, 1, 2, 3), atol=1e-5)
+    for step in (1, 2, 3):
+        assert found[f"{step}:train/kl"] == pytest.approx(float(expected[f"{step}:train/kl"]), abs=1e-5)
 
 
 @pytest.mark.parametrize(

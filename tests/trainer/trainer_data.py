@@ -1,5 +1,7 @@
 """Data that the trainer's workers and the tests of their results make alike."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from prl.streams.records import MicroBatch, StepFacts
@@ -20,7 +22,9 @@ def merged(batches: list[MicroBatch]) -> MicroBatch:
     starts = np.cumsum([0, *sizes[:-1]])
     boundaries = [batch.boundaries[:-1] + start for batch, start in zip(batches, starts, strict=True)]
 
-    def join(name: str) -> np.ndarray:
+    def join(name: str) -> np.ndarray | None:
+        if getattr(batches[0], name) is None:
+            return None
         return np.concatenate([getattr(batch, name) for batch in batches])
 
     return MicroBatch(
@@ -34,6 +38,11 @@ def merged(batches: list[MicroBatch]) -> MicroBatch:
         lags=join("lags"),
         rollouts=(),
     )
+
+
+def without_reference(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch as a step file gives it that carries no log-probs of a reference."""
+    return replace(batch, reference_logprobs=None)
 
 
 def facts(step: int, count: int = len(LENGTHS)) -> StepFacts:

@@ -12,7 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trainer_data import VOCABULARY, facts, merged, microbatches
+from trainer_data import VOCABULARY, facts, merged, microbatches, without_reference
 
 from prl.trainer.options import TrainOptions
 
@@ -33,6 +33,7 @@ def main(folder: Path) -> None:
 
     from prl.config.hf_config import read_model_config
     from prl.trainer import vocab_parallel
+    from prl.trainer.batch import to_device
     from prl.trainer.checkpoint import load_checkpoint, save_checkpoint
     from prl.trainer.engine import Engine, build_engine
     from prl.trainer.hf_folder import read_weights, write_folder
@@ -40,8 +41,10 @@ def main(folder: Path) -> None:
     from prl.trainer.model import build_model
     from prl.trainer.packing import buckets, packed_sequences
     from prl.trainer.parallel import Channel, start_groups, stop_groups
+    from prl.trainer.reference import Reference, build_reference
     from prl.trainer.step import train_step
     from prl.trainer.vocab_parallel import logprobs_and_entropies
+    from prl.weights.digest import digest
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     results = folder / f"ranks_{ranks}"
@@ -59,7 +62,11 @@ def main(folder: Path) -> None:
         config = read_model_config(folder / source)
         module = build_model(config, options)
         load_weights(module, config, read_weights(folder / source, config))
-        return build_engine(module, config, options)
+        return build_engine(module, config, options, reference_of(source, options) if options.reference == "initial" else None)
+
+    def reference_of(source: str, options: TrainOptions) -> Reference:
+        config = read_model_config(folder / source)
+        return build_reference(config, options, read_weights(folder / source, config))
 
     def gradients(engine: Engine) -> dict[str, np.ndarray]:
         """Of the step that was just made, in Hugging Face's form."""
@@ -90,8 +97,8 @@ def main(folder: Path) -> None:
             assert {name: value.shape for name, value in exported.items()} == tensor_shapes(engine.config)
             report(f"export_{source}", exported)
 
-    def steps_of(name: str, options: TrainOptions, split: Callable[[], list], count: int = 3) -> None:  # type: ignore[type-arg]
-        """Metrics of some steps and the gradients of the first."""
+    def steps_of(name: str, options: TrainOptions, split: Callable[[], list], count: int = 3) -> Engine:  # type: ignore[type-arg]
+        """Metrics of some steps and the gradients of the first; returns the engine after them."""
         engine = engine_of("qwen3", options)
         found: dict[str, np.ndarray] = {}
         for step in range(1, count + 1):
@@ -101,6 +108,19 @@ def main(folder: Path) -> None:
             if step == 1:
                 found.update(gradients(engine))
         report(name, found)
+        return engine
+
+    def frozen_logprobs(trained: Engine) -> None:
+        """What the reference says after some steps, what one says that is built again, and both digests."""
+        batch = to_device(without_reference(merged(microbatches())), ranks)
+        found = {}
+        for name, reference in (("kept", trained.reference), ("again", reference_of("qwen3", trained.options))):
+            assert reference is not None
+            found[name] = reference.logprobs(batch).numpy()
+            found[f"{name}_digest"] = np.array(str(reference.digest))
+        weights = dict(export_weights(reference.model, reference.config))
+        found["weights_digest"] = np.array(str(digest(weights)))
+        report("frozen", found)
 
     def drawn() -> None:
         config = read_model_config(folder / "qwen2")
@@ -110,7 +130,7 @@ def main(folder: Path) -> None:
 
     def checkpoints() -> None:
         """Two steps, save, two more; then the same two from the checkpoint, and from the one that one rank wrote."""
-        engine = engine_of("qwen2", tensor_parallel)
+        engine = engine_of("qwen2", replace(tensor_parallel, reference="initial"))
 
         def losses(engine: Engine, *steps: int) -> np.ndarray:
             metrics = [train_step(engine, microbatches(), facts(step)) for step in steps]
@@ -123,6 +143,14 @@ def main(folder: Path) -> None:
             fresh = engine_of("qwen2", tensor_parallel)
             assert load_checkpoint(fresh, folder / f"ranks_{saved_by}" / "step_000002") == 2
             found[name] = losses(fresh, 3, 4)
+        assert engine.reference is not None
+        other = replace(engine, reference=replace(engine.reference, digest=5))
+        for name, resumed in (("same_reference", engine), ("other_reference", other)):
+            try:
+                load_checkpoint(resumed, results / "step_000002")
+                found[name] = np.array("loaded")
+            except ValueError as error:
+                found[name] = np.array(str(error))
         report("checkpoint", found)
         exported(engine)
 
@@ -219,6 +247,11 @@ def main(folder: Path) -> None:
     steps_of("step_merged", tensor_parallel, lambda: [merged(microbatches())], 1)
     steps_of("step_recomputed", replace(tensor_parallel, recompute=True), microbatches, 1)
     steps_of("step_reinforce", replace(tensor_parallel, loss="reinforce", truncate=1.1), microbatches, 1)
+    with_reference = replace(tensor_parallel, reference="initial")
+    bare = [without_reference(batch) for batch in microbatches()]
+    steps_of("step_without_kl", replace(tensor_parallel, kl_coefficient=0.0), lambda: bare, 1)
+    steps_of("step_own_logprobs", with_reference, microbatches, 1)
+    frozen_logprobs(steps_of("step_reference", with_reference, lambda: bare))
     drawn()
     checkpoints()
     vocabulary_parallel()
@@ -229,12 +262,14 @@ def main(folder: Path) -> None:
         packed_attention()
     else:
         steps_of("step_sequence_parallel", replace(tensor_parallel, sequence_parallel=True), microbatches, 1)
+        steps_of("step_reference_sequence_parallel", replace(with_reference, sequence_parallel=True), lambda: bare)
         told = Channel(60.0).broadcast({"ä": [1, None], "b": 2.5} if rank == 0 else None)
         assert told == {"ä": [1, None], "b": 2.5}
         parallel_state.destroy_model_parallel()
         start_groups(1, timeout_s=60.0)  # the same two ranks as data parallelism
         steps_of("step_two_data_ranks", OPTIONS, microbatches, 3)
         steps_of("step_one_rank_idle", OPTIONS, lambda: [merged(microbatches())], 1)
+        steps_of("step_reference_one_rank_idle", replace(OPTIONS, reference="initial"), lambda: [merged(bare)])
     stop_groups()
 
 

@@ -1,0 +1,53 @@
+"""The reference of the KL term: a frozen copy of the run's initial policy, without gradients and optimizer."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from prl.config.hf_config import ModelConfig
+from prl.trainer.batch import Batch
+from prl.trainer.mapping import export_weights, load_weights
+from prl.trainer.model import build_model
+from prl.trainer.options import TrainOptions
+from prl.trainer.vocab_parallel import logprobs_and_entropies
+from prl.weights.digest import part, total
+
+
+@dataclass
+class Reference:
+    config: ModelConfig
+    model: torch.nn.Module
+    digest: int  # of its full tensors in the trainer's dtype: that of version 0:0
+    spent_s: float = 0.0  # computing log-probs, so far
+
+    def complete(self, batch: Batch) -> Batch:
+        """The micro-batch with reference log-probs: its own where the step file carries them, else computed. A collective of
+        the tensor-parallel ranks."""
+        if batch.reference_logprobs is not None:
+            return batch
+        torch.cuda.synchronize()
+        started = time.monotonic()
+        completed = replace(batch, reference_logprobs=self.logprobs(batch))
+        torch.cuda.synchronize()
+        self.spent_s += time.monotonic() - started
+        return completed
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """log p(targets) [T] of the initial policy. The logits are gone when this returns."""
+        logits = self.model(batch.tokens[None], batch.positions[None], None, packed_seq_params=batch.sequences)
+        group = parallel_state.get_tensor_model_parallel_group()
+        return logprobs_and_entropies(logits[0], batch.targets, self.config.vocabulary, group)[0]
+
+
+def build_reference(config: ModelConfig, options: TrainOptions, weights: Iterable[tuple[str, Tensor]]) -> Reference:
+    """`weights`: the initial policy's full tensors, in the order of `mapping.tensor_shapes`. A collective of the
+    tensor-parallel ranks."""
+    model = build_model(config, options)
+    load_weights(model, config, weights)
+    model.requires_grad_(False).eval()
+    return Reference(config, model, total(part(name, tensor) for name, tensor in export_weights(model, config)))
