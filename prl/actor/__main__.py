@@ -47,8 +47,9 @@ async def main(child: Child, control: ControlClient) -> None:
             }
         )
         control.progress("waiting for the first lease")
-        actor = Actor(Parts(tasks, control, samplers, verifier, publisher, metrics), config.actor, call_s=config.control.wait_s)
-        await actor.run()
+        parts = Parts(tasks, control, samplers, verifier, publisher, metrics)
+        enough = config.run.min_rollouts_per_group
+        await Actor(parts, config.actor, call_s=config.control.wait_s, enough=enough).run()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from prl.streams.rollouts import check_group
 T = TypeVar("T")
 
 _LARGEST = float(np.finfo(np.float32).max)  # rewards and metrics travel as float32
+_CANCELLED_ITSELF = "the domain's code cancelled itself"
 _REQUEST_FAULTS = ("refused", "too_long")  # a sampler's reasons that lie in what the domain asked: asking again is no use
 
 
@@ -43,16 +44,28 @@ class EvaluationResult:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    rollout_s: float
+    rollout_s: float  # of each rollout, and of scoring a group
     tries: int
+    enough: int | None = None  # rollouts that make a group; None: all
 
 
-async def sample_group(task: Task, lease: Lease, sampler: Sampler, limits: Limits, troubles: Troubles) -> Group:
-    """The group of a training lease, fit for the stream. `troubles` gets rollouts that have to be tried again. Raises
-    GroupFailed."""
+@dataclass(frozen=True, slots=True)
+class SampledGroup:
+    group: Group
+    given_up: Mapping[int, str]  # rollouts that it lacks, with the reason
+
+
+async def sample_group(task: Task, lease: Lease, sampler: Sampler, limits: Limits, troubles: Troubles) -> SampledGroup:
+    """The group of a training lease, fit for the stream, without the rollouts that failed or were late where the others are
+    enough. `troubles` gets those, and rollouts that have to be tried again. Raises GroupFailed."""
     problem = _problems(task, lease, 1)[0]
+    what = f"group {lease.group} ({lease.problem})"
+    asked = [_rollout(task, problem, sampler, limits.tries, troubles) for _ in range(lease.rollouts)]
+    done, failures = await _enough(asked, limits, what)
+    for number, failure in failures.items():
+        troubles.add("rollout_given_up", f"rollout {number} of {failure}", trace=failure if failure.domain_fault else None)
 
-    async def sampled() -> Group:
+    async def scored() -> Group:
         group = Group(
             epoch=lease.epoch,
             domain=lease.domain,
@@ -60,20 +73,25 @@ async def sample_group(task: Task, lease: Lease, sampler: Sampler, limits: Limit
             problem=lease.problem,
             group=lease.group,
             issue=lease.issue,
-            rollouts=tuple(await _scored(task, problem, lease.rollouts, sampler, limits, troubles)),
+            rollouts=tuple(await _scored(task, problem, list(done.values()))),
+            numbers=tuple(done) if failures else (),
         )
         check_group(group)
         return group
 
-    return await _within(sampled(), limits, f"group {lease.group} ({lease.problem})")
+    group = await _within(scored(), limits, what)
+    return SampledGroup(group, {number: failure.reason for number, failure in failures.items()})
 
 
 async def evaluate(task: Task, lease: Lease, sampler: Sampler, limits: Limits, troubles: Troubles) -> EvaluationResult:
     """One answer to each of the `lease.rollouts` held-out problems from number `lease.index` on. Raises GroupFailed."""
     problems = _problems(task, lease, lease.rollouts)
 
+    async def answered(problem: Problem) -> Sequence[Rollout]:
+        return await _scored(task, problem, [await _rollout(task, problem, sampler, limits.tries, troubles)])
+
     async def evaluated() -> EvaluationResult:
-        groups = await _all(_scored(task, problem, 1, sampler, limits, troubles) for problem in problems)
+        groups = await _all(answered(problem) for problem in problems)
         return _summed_up([rollout for group in groups for rollout in group], task.domain.name)
 
     return await _within(evaluated(), limits, f"evaluation {lease.group} of {lease.domain}")
@@ -107,14 +125,12 @@ def _problems(task: Task, lease: Lease, count: int) -> Sequence[Problem]:
     return problems
 
 
-async def _scored(
-    task: Task, problem: Problem, n: int, sampler: Sampler, limits: Limits, troubles: Troubles
-) -> Sequence[Rollout]:
-    rollouts: Sequence[Rollout] = await _all(_rollout(task, problem, sampler, limits.tries, troubles) for _ in range(n))
+async def _scored(task: Task, problem: Problem, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+    n = len(rollouts)
+    _check(task, rollouts, n, scored=task.domain.score_group is None)
     if task.domain.score_group is not None:
-        _check(task, rollouts, n, scored=False)
         (rollouts,) = await _all([task.domain.score_group(problem, rollouts, task.context)])
-    _check(task, rollouts, n, scored=True)
+        _check(task, rollouts, n, scored=True)
     return rollouts
 
 
@@ -160,7 +176,7 @@ async def _rollout(task: Task, problem: Problem, sampler: Sampler, tries: int, t
             return await task.domain.generate_rollout(problem, sampler, task.context)
         except (SamplerError, VerifierError) as error:
             if left <= 0 or _is_domain_fault(error):
-                troubles.counts[_reason(error)] += 1  # its group's failure tells of it
+                troubles.counts[_reason(error)] += 1  # its failure tells of it
                 raise
             troubles.add(_reason(error), f"a rollout of {task.domain.name} is tried again: {error}")
 
@@ -173,8 +189,45 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     if any(done.cancelled() for done in running):
-        raise RuntimeError("the domain's code cancelled itself")  # not by us: then we would not be here
+        raise RuntimeError(_CANCELLED_ITSELF)  # not by us: then we would not be here
     return [done.result() for done in running]
+
+
+async def _enough(
+    coroutines: Iterable[Coroutine[Any, Any, T]], limits: Limits, what: str
+) -> tuple[dict[int, T], dict[int, GroupFailed]]:
+    """Results and failures by number. Raises GroupFailed as soon as no `limits.enough` results can come any more."""
+    running = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    most = len(running) - min(limits.enough or len(running), len(running))  # that may fail
+    failures: dict[int, GroupFailed] = {}
+    unfinished: set[asyncio.Task[T]] = set(running)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + limits.rollout_s
+    try:
+        while unfinished and loop.time() < end and len(failures) <= most:
+            _, unfinished = await asyncio.wait(unfinished, timeout=end - loop.time(), return_when=asyncio.FIRST_EXCEPTION)
+            failures = {k: failure for k, task in enumerate(running) if (failure := _failure(task, what))}
+    finally:
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+    if len(failures) <= most:
+        late = GroupFailed("rollout_deadline", f"{what} was not done within {limits.rollout_s:.0f} s", domain_fault=False)
+        failures |= {k: late for k, task in enumerate(running) if task in unfinished}
+    if len(failures) > most:
+        raise next(iter(failures.values()))
+    return {k: task.result() for k, task in enumerate(running) if k not in failures}, failures
+
+
+def _failure(task: "asyncio.Task[Any]", what: str) -> GroupFailed | None:
+    if not task.done():
+        return None
+    error = RuntimeError(_CANCELLED_ITSELF) if task.cancelled() else task.exception()
+    if error is None:
+        return None
+    if not isinstance(error, Exception):
+        raise error
+    return _told(error, what)
 
 
 async def _within(work: Coroutine[Any, Any, T], limits: Limits, what: str) -> T:
@@ -187,8 +240,13 @@ async def _within(work: Coroutine[Any, Any, T], limits: Limits, what: str) -> T:
             raise GroupFailed(
                 "rollout_deadline", f"{what} was not done within {limits.rollout_s:.0f} s", domain_fault=False
             ) from error
-        words = f"{what}: {type(error).__name__}: {error}"
-        raise GroupFailed(_reason(error), words, domain_fault=_is_domain_fault(error)) from error
+        raise _told(error, what) from error
+
+
+def _told(error: Exception, what: str) -> GroupFailed:
+    failure = GroupFailed(_reason(error), f"{what}: {type(error).__name__}: {error}", domain_fault=_is_domain_fault(error))
+    failure.__cause__ = error
+    return failure
 
 
 def _is_domain_fault(error: Exception) -> bool:

@@ -9,13 +9,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prl.actor.groups import GroupFailed, Limits, evaluate, sample_group
+from prl.actor.groups import GroupFailed, Limits, SampledGroup, evaluate, sample_group
 from prl.actor.options import ActorOptions
 from prl.actor.publisher import Publisher
 from prl.actor.sampler_client import SamplerClient
 from prl.actor.tasks import Task
 from prl.actor.troubles import Troubles
 from prl.control.client import ControlClient
+from prl.flow.events import to_discard_rows
 from prl.flow.ids import Lease
 from prl.metrics.events import MetricsWriter
 from prl.metrics.names import FIRST_ROLLOUT_REQUEST, PHASE
@@ -40,16 +41,18 @@ class Parts:
 
 
 class Actor:
-    def __init__(self, parts: Parts, options: ActorOptions, *, call_s: float) -> None:
-        """`call_s`: deadline of a call to the orchestrator, in seconds."""
+    def __init__(self, parts: Parts, options: ActorOptions, *, call_s: float, enough: int | None = None) -> None:
+        """`call_s`: deadline of a call to the orchestrator, in seconds. `enough`: rollouts that make a group where others
+        fail; None: all."""
         self._parts = parts
         self._options = options
         self._call_s = call_s
-        self._limits = Limits(options.rollout_s, options.rollout_tries)
+        self._limits = Limits(options.rollout_s, options.rollout_tries, enough)
         self._train_sampler = parts.samplers.sampler(options.max_tokens, options.temperature, options.top_p)
         self._evaluate_sampler = parts.samplers.sampler(options.max_tokens, 1.0, 1.0)
         self._in_flight: set[asyncio.Task[None]] = set()
         self._began = False
+        self._hurry = False  # finished groups are waited for
         self._ended = asyncio.Event()  # a group did
         self._faults_in_a_row = 0
         self._rollouts = 0  # since the last report
@@ -94,6 +97,9 @@ class Actor:
             )
             parts.samplers.set_replicas({int(entry["replica"]): str(entry["url"]) for entry in answer["samplers"]})
             parts.verifier.set_url(answer["verifier"])
+            self._hurry = bool(answer["hurry"])
+            if self._hurry:
+                parts.publisher.hurry()
             if answer["leases"] and not self._began:
                 self._began = True
                 parts.metrics.write({}, kind=PHASE, labels={"name": FIRST_ROLLOUT_REQUEST})
@@ -116,13 +122,22 @@ class Actor:
             if lease.kind == "evaluate":
                 await self._evaluate(task, lease)
             else:
-                group = await sample_group(task, lease, self._train_sampler, self._limits, self._troubles)
-                self._rollouts += len(group.rollouts)
-                self._output_tokens += sum(len(turn.output_ids) for rollout in group.rollouts for turn in rollout.turns)
-                await self._parts.publisher.put(group)
+                await self._hand_in(lease, await sample_group(task, lease, self._train_sampler, self._limits, self._troubles))
             self._faults_in_a_row = 0
         except GroupFailed as failure:
             await self._fail(lease, failure)
+
+    async def _hand_in(self, lease: Lease, sampled: SampledGroup) -> None:
+        group = sampled.group
+        self._rollouts += len(group.rollouts)
+        self._output_tokens += sum(len(turn.output_ids) for rollout in group.rollouts for turn in rollout.turns)
+        if sampled.given_up:
+            lacking = [(i, sampled.given_up[i.rollout]) for i in lease.rollout_ids() if i.rollout in sampled.given_up]
+            body = {"discarded": to_discard_rows(lacking)}
+            await self._call("discard", body, reason=f"giving up rollouts of group {lease.group}")
+        await self._parts.publisher.put(group)
+        if self._hurry:
+            self._parts.publisher.hurry()
 
     async def _evaluate(self, task: Task, lease: Lease) -> None:
         result = await evaluate(task, lease, self._evaluate_sampler, self._limits, self._troubles)

@@ -15,7 +15,9 @@ class ActorOptions:
     temperature: Annotated[float, "sampling temperature; training assumes 1", Above(0)] = 1.0
     top_p: Annotated[float, "nucleus sampling; training assumes 1", Above(0), AtMost(1)] = 1.0
     request_s: Annotated[float, "deadline of one request to a sampler, in seconds", Above(0)] = 600.0
-    rollout_s: Annotated[float, "deadline of one rollout with all its turns and its reward, in seconds", Above(0)] = 600.0
+    rollout_s: Annotated[
+        float, "deadline of one rollout with all its turns and its reward, and of scoring a group, in seconds", Above(0)
+    ] = 600.0
     rollout_tries: Annotated[
         int, "times that a rollout is tried when samplers or verifier fail it, before its group fails", AtLeast(1)
     ] = 3

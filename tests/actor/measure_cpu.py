@@ -64,7 +64,13 @@ async def serve(pipe) -> None:
             left -= len(leases)
             if not leases:
                 await finished.wait()
-            return {"leases": leases, "samplers": [{"replica": 0, "url": sampler.url}], "verifier": None, "stop": not leases}
+            return {
+                "leases": leases,
+                "samplers": [{"replica": 0, "url": sampler.url}],
+                "verifier": None,
+                "hurry": False,
+                "stop": not leases,
+            }
 
         async def rollouts(member, body):
             nonlocal done

@@ -43,6 +43,8 @@ class Orchestrator:
         self.failed = []
         self.evaluations = []
         self.samplers = []
+        self.hurry = False
+        self.discarded = []
         self.stop = False
         self.working = None  # the actor's task
         self.bell = Bell()
@@ -52,7 +54,8 @@ class Orchestrator:
         await self.bell.until(lambda: self.leases or self.stop, 5.0)
         taken, self.leases = self.leases[: body["groups"]], self.leases[body["groups"] :]
         samplers = [{"replica": k, "url": s.url} for k, s in enumerate(self.samplers)]
-        return {"leases": [asdict(lease) for lease in taken], "samplers": samplers, "verifier": None, "stop": self.stop}
+        leases = [asdict(lease) for lease in taken]
+        return {"leases": leases, "samplers": samplers, "verifier": None, "hurry": self.hurry, "stop": self.stop}
 
     async def rollouts(self, member, body):
         self.announcements.append(body)
@@ -60,6 +63,10 @@ class Orchestrator:
 
     async def group_failed(self, member, body):
         self.failed.append(body)
+        return {}
+
+    async def discard(self, member, body):
+        self.discarded += body["discarded"]
         return {}
 
     async def evaluation(self, member, body):
@@ -88,11 +95,11 @@ def run(tmp_path):
 
 
 @asynccontextmanager
-async def actor_at_work(run, *samplers, tasks=None, **options):
+async def actor_at_work(run, *samplers, tasks=None, enough=None, streams=None, **options):
     """The orchestrator of a running actor; the actor is awaited at the end."""
     orchestrator = Orchestrator()
     orchestrator.samplers = list(samplers)
-    handlers = {name: getattr(orchestrator, name) for name in ("lease", "rollouts", "group_failed", "evaluation")}
+    handlers = {name: getattr(orchestrator, name) for name in ("lease", "rollouts", "group_failed", "evaluation", "discard")}
     server = ControlServer(TOKEN, handlers, on_join=lambda member: None, on_fail=lambda *_: None)
     url = await server.start("127.0.0.1")
     tasks = tasks or load_tasks([DomainOptions(name="digits")], 1, ModelTokenizer(run.model), None)
@@ -103,10 +110,10 @@ async def actor_at_work(run, *samplers, tasks=None, **options):
                 SamplerClient(TOKEN, request_s=5, max_model_len=64, max_answers=512, vocabulary=16) as samplers,
                 VerifierClient(TOKEN, deadline_s=5) as verifier,
             ):
-                publisher = rollout_publisher(run, "a run", 1, control, StreamsOptions(), ControlOptions())
+                publisher = rollout_publisher(run, "a run", 1, control, streams or StreamsOptions(), ControlOptions())
                 parts = Parts(tasks, control, samplers, verifier, publisher, metrics)
                 async with asyncio.timeout(30):
-                    working = asyncio.create_task(Actor(parts, ActorOptions(**options), call_s=20).run())
+                    working = asyncio.create_task(Actor(parts, ActorOptions(**options), call_s=20, enough=enough).run())
                     orchestrator.working = working
                     try:
                         yield orchestrator
@@ -274,6 +281,60 @@ def test_a_domain_that_sleeps_for_ever_fails_its_group_alone(run):
             await until(lambda: orchestrator.failed and orchestrator.groups)
         assert [(f["group"], f["reason"]) for f in orchestrator.failed] == [(0, "rollout_deadline")]
         assert orchestrator.groups == [1]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("trouble", ["one fails", "one is late", "both"])
+def test_a_group_is_handed_in_without_the_rollouts_that_failed_or_were_late(run, trouble):
+    solvable, known = digits.training_problems()[0], Context(ModelTokenizer(run.model), None)
+    calls = []
+
+    async def generate_rollout(problem, sampler, context):
+        number = len(calls)
+        calls.append(number)
+        if number == 1 and trouble != "one is late":
+            raise KeyError("a fault of the domain's own")
+        if number == 2 and trouble != "one fails":
+            await asyncio.Event().wait()
+        return await digits.generate_rollout(solvable, sampler, known)
+
+    async def score_group(problem, rollouts, context):
+        return [replace(rollout, reward=float(k)) for k, rollout in enumerate(rollouts)]
+
+    async def scenario():
+        tasks = domain_of(generate_rollout, score_group)
+        async with (
+            SamplerStandIn(solve) as sampler,
+            actor_at_work(run, sampler, tasks=tasks, enough=3, rollout_s=0.5) as orchestrator,
+        ):
+            orchestrator.offer(train(7))
+            await until(lambda: orchestrator.groups or orchestrator.failed)
+        return orchestrator
+
+    orchestrator = asyncio.run(scenario())
+    if trouble == "both":
+        assert [(f["group"], f["reason"]) for f in orchestrator.failed] == [(7, "domain_KeyError")]
+        assert not orchestrator.groups
+        return
+    missing, reason = (1, "domain_KeyError") if trouble == "one fails" else (2, "rollout_deadline")
+    assert orchestrator.discarded == [[0, "digits/7", 7, 0, [missing], reason]]
+    group = read_groups(run, orchestrator)[7]
+    assert group.numbers == tuple(k for k in range(4) if k != missing)
+    assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0, 2.0]
+
+
+def test_an_actor_in_a_hurry_publishes_what_it_has(run):
+    async def scenario():
+        streams = StreamsOptions(roll_s=1000, roll_groups=1000)
+        async with SamplerStandIn(solve) as sampler, actor_at_work(run, sampler, streams=streams) as orchestrator:
+            orchestrator.offer(train(0), train(1))
+            await until(lambda: len(orchestrator.asked) == 2)  # the next lease waits
+            await asyncio.sleep(0.3)
+            assert not orchestrator.groups
+            orchestrator.hurry = True
+            orchestrator.offer(train(2))
+            await until(lambda: sorted(orchestrator.groups) == [0, 1, 2])
 
     asyncio.run(scenario())
 
