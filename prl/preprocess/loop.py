@@ -46,7 +46,7 @@ class _Loop:
         self._next_step: int | None = None
         self._wait_s = child.config.control.wait_s
         self._sequence = next_sequence(child.run.steps)
-        self._reader = open_reader(child.run, child.config.run.name, child.config.streams)
+        self._reader = open_reader(child.run, child.config.run.name, child.attempt, child.config.streams)
         self._unreadable: set[str] = set()  # paths
 
     async def run(self) -> None:

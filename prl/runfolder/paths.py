@@ -56,6 +56,15 @@ class RunFolder:
         return self.path / "streams" / "quarantine"
 
     @property
+    def redis(self) -> Path:
+        """Data of the run's own Redis server, where it has one."""
+        return self.path / "streams" / "redis"
+
+    def redis_url(self, number: int) -> Path:
+        """Where the attempt's Redis server is, in JSON."""
+        return self.attempt(number) / "redis.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -1,17 +1,49 @@
 """Writers and readers of the rollout stream, on the backend that the config names."""
 
+import hashlib
+import json
+from pathlib import Path
+
+from prl.control.token import read_token
 from prl.runfolder.paths import RunFolder
+from prl.streams.contract import Appender, Source
 from prl.streams.folder import FolderAppender, FolderSource
-from prl.streams.options import StreamsOptions
+from prl.streams.options import RedisOptions, StreamsOptions
 from prl.streams.reader import RolloutReader
 from prl.streams.writer import RolloutWriter
 
 
 def open_writer(run: RunFolder, writer: str, run_name: str, attempt: int, options: StreamsOptions) -> RolloutWriter:
     """The stream of one writer (an actor); a name of its own for each of those that write at one time."""
-    return RolloutWriter(FolderAppender(run, writer), writer, run_name, attempt, options)
+    store: Appender
+    if options.backend == "redis":
+        from prl.streams.redis_store import RedisAppender, RedisPlace
+
+        store = RedisAppender(RedisPlace(*_place(run, attempt, options.redis)), writer, options.redis)
+    else:
+        store = FolderAppender(run, writer)
+    return RolloutWriter(store, writer, run_name, attempt, options)
 
 
-def open_reader(run: RunFolder, run_name: str, options: StreamsOptions) -> RolloutReader:
+def open_reader(run: RunFolder, run_name: str, attempt: int, options: StreamsOptions) -> RolloutReader:
     """The streams of all writers of a run."""
-    return RolloutReader(FolderSource(run), run_name)
+    store: Source
+    if options.backend == "redis":
+        from prl.streams.redis_store import RedisPlace, RedisSource
+
+        store = RedisSource(RedisPlace(*_place(run, attempt, options.redis)), options.redis)
+    else:
+        store = FolderSource(run)
+    return RolloutReader(store, run_name)
+
+
+def _place(run: RunFolder, attempt: int, options: RedisOptions) -> tuple[str, str | None, str]:
+    """The server's URL and password, and the prefix of the run's keys, which tells runs on one server apart."""
+    token = read_token(run.token)
+    prefix = f"prl:{hashlib.sha256(token.encode()).hexdigest()[:16]}"
+    if options.start:
+        return str(json.loads(run.redis_url(attempt).read_text())["url"]), token, prefix
+    if not options.url:
+        raise ValueError("streams.backend=redis needs streams.redis.start=true or streams.redis.url")
+    password = Path(options.password_file).read_text().strip() if options.password_file else None
+    return options.url, password, prefix

@@ -1,13 +1,32 @@
 """Options of the rollout and step streams."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from prl.config.bounds import AtLeast
+from prl.config.bounds import Above, AtLeast
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedisOptions:
+    start: Annotated[
+        bool,
+        "the orchestrator starts a server of the run's own, with its data in the run folder and the run's token as password",
+    ] = False
+    url: Annotated[str, "or the server that is there already, such as redis://host:6379/0"] = ""
+    password_file: Annotated[str, "file with that server's password; none: it has none"] = ""
+    max_mib: Annotated[
+        int, "an actor waits while more than so many MiB of its rollouts are in the server and not yet done with", AtLeast(1)
+    ] = 1024
+    full_s: Annotated[float, "and gives up after so many seconds", Above(0)] = 600.0
+    reconnect_s: Annotated[float, "seconds for which a server that does not answer is tried again", Above(0)] = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamsOptions:
+    backend: Annotated[
+        Literal["folder", "redis"], "folder: rollouts cross as files on the shared filesystem; redis: through a Redis server"
+    ] = "folder"
+    redis: Annotated[RedisOptions, "the server, with backend: redis"] = field(default_factory=RedisOptions)
     roll_groups: Annotated[int, "rollouts are published when there are so many groups,", AtLeast(1)] = 32
     roll_mib: Annotated[int, "or so many MiB,", AtLeast(1)] = 64
     roll_s: Annotated[float, "or when its first group is so many seconds old", AtLeast(0)] = 0.2

@@ -255,7 +255,7 @@ def test_a_failed_flush_is_repeated_as_it_was(tmp_path, monkeypatch):
     writer.append(make_group(1, rng))
     published = writer.flush()
     assert [(p.sequence, p.groups[0].group) for p in published] == [(0, 0), (1, 1)]
-    found, _ = open_reader(RunFolder(tmp_path), "run", StreamsOptions()).poll({})
+    found, _ = open_reader(RunFolder(tmp_path), "run", 1, StreamsOptions()).poll({})
     assert found == published
 
 
@@ -293,7 +293,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_leads_nowhere_else(tmp_path, name):
     entry = write(tmp_path, [make_group(0, np.random.default_rng(0))]).entry
-    reader = open_reader(RunFolder(tmp_path), "run", StreamsOptions())
+    reader = open_reader(RunFolder(tmp_path), "run", 1, StreamsOptions())
     with pytest.raises(StreamError, match="not the name of a rollout file"):
         reader.read(replace(entry, name=name.replace("FILE", Path(entry.name).name)))
     assert not RunFolder(tmp_path).quarantine.exists()
@@ -306,7 +306,7 @@ def test_only_regular_files_are_read(tmp_path, kind):
     path = tmp_path / entry.name
     elsewhere = path.rename(tmp_path / "elsewhere")
     {"link": lambda: path.symlink_to(elsewhere), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
-    reader = open_reader(RunFolder(tmp_path), "run", StreamsOptions())
+    reader = open_reader(RunFolder(tmp_path), "run", 1, StreamsOptions())
     with pytest.raises(StreamError, match=r"a link|not a regular file"):
         reader.read(entry)
 
@@ -319,7 +319,7 @@ def test_unreadable_files_are_set_aside_and_counted(tmp_path):
     torn.write_bytes(torn.read_bytes()[:100])
     swapped.write_bytes((tmp_path / entries[2].name).read_bytes())
     (tmp_path / entries[3].name).unlink()
-    reader = open_reader(run, "run", StreamsOptions())
+    reader = open_reader(run, "run", 1, StreamsOptions())
     renamed = replace(entries[2], name=entries[2].name.replace("_00000002_", "_00000009_"), sequence=9)
     (tmp_path / renamed.name).write_bytes((tmp_path / entries[2].name).read_bytes())
     for entry in (entries[0], entries[1], renamed, entries[3]):
@@ -356,7 +356,7 @@ class Calls:
 def test_metadata_operations(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     writer = writer_in(tmp_path)
-    reader = open_reader(RunFolder(tmp_path), "run", StreamsOptions())
+    reader = open_reader(RunFolder(tmp_path), "run", 1, StreamsOptions())
     calls = Calls(monkeypatch)
     published = []
     for number in range(3):

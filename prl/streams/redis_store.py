@@ -1,0 +1,200 @@
+"""The rollout stream in a Redis server: one Redis stream a writer, one Arrow file an entry.
+
+An entry's id is its sequence number, so it can be put again after a lost answer and found from an announcement alone. The
+stream is bounded: a writer whose entries are not released waits, and nothing is trimmed that somebody may still read.
+"""
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from prl.streams.contract import Cursor, Published, check_writer
+from prl.streams.files import Header, StreamError, check_bytes, checksum_of
+from prl.streams.options import RedisOptions
+
+_ANSWER_S = 30.0  # of one request
+_MAX_ASIDE = 100  # entries kept for a person to look at
+_AT_ONCE = 4  # entries of a walk
+ONCE = Retry(NoBackoff(), 0)  # the client tries nothing again: that is done here, with a deadline
+
+
+class RedisLost(ConnectionError):
+    """The server did not answer for as long as it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisPlace:
+    """Where a run's streams lie."""
+
+    url: str
+    password: str | None = field(repr=False)
+    prefix: str  # of its keys: one server may serve many runs
+
+    def key(self, writer: str) -> str:
+        return f"{self.prefix}:rollouts:{check_writer(writer)}"
+
+    @property
+    def writers_key(self) -> str:
+        return f"{self.prefix}:writers"
+
+    @property
+    def quarantine_key(self) -> str:
+        return f"{self.prefix}:quarantine"
+
+
+class _Server:
+    """Requests that outlive a lost connection, until a deadline."""
+
+    def __init__(self, place: RedisPlace, options: RedisOptions) -> None:
+        self._url = place.url
+        self._reconnect_s = options.reconnect_s
+        self._client = redis.Redis.from_url(
+            place.url,
+            password=place.password,
+            socket_timeout=_ANSWER_S,
+            socket_connect_timeout=_ANSWER_S,
+            retry=ONCE,
+        )
+
+    def ask(self, command: str, *arguments: Any, **named: Any) -> Any:
+        """The answer to a command that may be given again. Raises RedisLost, or redis.RedisError where the server refuses."""
+        end = time.monotonic() + self._reconnect_s
+        while True:
+            try:
+                return getattr(self._client, command)(*arguments, **named)
+            except redis.AuthenticationError:  # a ConnectionError, too
+                raise
+            except (redis.ConnectionError, redis.TimeoutError) as error:  # also while it loads its data
+                if time.monotonic() >= end:
+                    raise RedisLost(
+                        f"Redis at {self._url} did not answer for {self._reconnect_s:g} s ({error}): is it running, and is "
+                        "streams.redis right?"
+                    ) from error
+            pause()
+
+    def walk(self, key: str, sequence: int) -> Iterator[tuple[int, dict[bytes, bytes]]]:
+        """Entries of a stream from a sequence number on, a few at a time."""
+        while True:
+            found = self.ask("xrange", key, _id_of(sequence), "+", _AT_ONCE)
+            for entry_id, fields in found:
+                sequence = _sequence_of(entry_id) + 1
+                yield sequence - 1, fields
+            if len(found) < _AT_ONCE:
+                return
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class RedisAppender:
+    """One writer's stream."""
+
+    def __init__(self, place: RedisPlace, writer: str, options: RedisOptions) -> None:
+        self._server = _Server(place, options)
+        self._options = options
+        self._key = place.key(writer)
+        self._server.ask("sadd", place.writers_key, writer)
+        # Sizes of the entries in the stream, the oldest first; those at the head may be released already.
+        self._sizes = deque(len(fields[b"data"]) for _, fields in self._server.walk(self._key, 0))
+        self.next_sequence = 0
+        if self._server.ask("exists", self._key):  # a stream remembers its last id also where all is released
+            last = self._server.ask("xinfo_stream", self._key)["last-generated-id"]
+            self.next_sequence = _sequence_of(last) + 1
+
+    def put(self, header: Header, data: pa.Buffer) -> Published:
+        """Raises TimeoutError where nobody makes room in time."""
+        checksum = checksum_of(data)
+        fields = {"data": data.to_pybytes(), "checksum": checksum, "attempt": header.attempt}
+        end = time.monotonic() + self._options.full_s
+        while not self._has_room(data.size) or not self._add(header.sequence, fields):
+            if time.monotonic() >= end:
+                raise TimeoutError(
+                    f"{self._key}: no room for rollouts for {self._options.full_s:g} s: {len(self._sizes)} entries of "
+                    f"{sum(self._sizes) / 2**20:.0f} MiB wait (see streams.redis.max_mib and the server's maxmemory). Who "
+                    "reads them does not get done with them"
+                )
+            pause()
+        self._sizes.append(data.size)
+        writer, sequence = header.writer, header.sequence
+        return Published(f"{writer}/{sequence}", writer, header.attempt, sequence, data.size, checksum)
+
+    def _has_room(self, size: int) -> bool:
+        length = self._server.ask("xlen", self._key)
+        while len(self._sizes) > length:
+            self._sizes.popleft()
+        waiting = sum(self._sizes)
+        return not waiting or waiting + size <= self._options.max_mib * 2**20
+
+    def _add(self, sequence: int, fields: Mapping[str, Any]) -> bool:
+        """False: the server is full."""
+        entry_id = _id_of(sequence)
+        try:
+            self._server.ask("xadd", self._key, fields, id=entry_id)
+        except redis.OutOfMemoryError:
+            return False
+        except redis.ResponseError:
+            # The id is taken: by this very entry, where the answer to an earlier request was lost.
+            found = self._server.ask("xrange", self._key, entry_id, entry_id)
+            if not found or found[0][1].get(b"checksum") != fields["checksum"].encode():
+                raise
+        return True
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class RedisSource:
+    """All writers' streams of a run."""
+
+    def __init__(self, place: RedisPlace, options: RedisOptions) -> None:
+        self._server = _Server(place, options)
+        self._place = place
+
+    def fetch(self, entry: Published, wait_s: float) -> pa.Buffer:
+        """What was put is there at once: `wait_s` is of no use here."""
+        entry_id = _id_of(entry.sequence)
+        found = self._server.ask("xrange", self._place.key(entry.writer), entry_id, entry_id)
+        if not found or b"data" not in found[0][1]:
+            raise StreamError(f"{entry.name}: not there")
+        return check_bytes(found[0][1][b"data"], entry.bytes, entry.checksum, entry.name)
+
+    def entries(self, after: Cursor) -> Iterator[Published]:
+        for writer in sorted(name.decode() for name in self._server.ask("smembers", self._place.writers_key)):
+            for sequence, fields in self._server.walk(self._place.key(writer), after.get(writer, -1) + 1):
+                attempt, checksum = int(fields[b"attempt"]), fields[b"checksum"].decode()
+                yield Published(f"{writer}/{sequence}", writer, attempt, sequence, len(fields[b"data"]), checksum)
+
+    def set_aside(self, entry: Published) -> None:
+        """Into a stream for such entries, the newest of which are kept."""
+        key, entry_id = self._place.key(entry.writer), _id_of(entry.sequence)
+        for _, fields in self._server.ask("xrange", key, entry_id, entry_id):
+            self._server.ask("xadd", self._place.quarantine_key, {**fields, b"name": entry.name}, maxlen=_MAX_ASIDE)
+            self._server.ask("xdel", key, entry_id)
+
+    def release(self, done: Cursor) -> None:
+        for writer, last in done.items():
+            self._server.ask("xtrim", self._place.key(writer), minid=_id_of(last + 1), approximate=False)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def pause() -> None:
+    """Between two looks at the server; clients do not ask in step."""
+    time.sleep(random.uniform(0.05, 0.15))  # noqa: S311
+
+
+def _id_of(sequence: int) -> str:
+    return f"{sequence + 1}-0"  # 0-0 is no id
+
+
+def _sequence_of(entry_id: bytes) -> int:
+    return int(entry_id.split(b"-")[0]) - 1

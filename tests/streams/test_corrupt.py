@@ -1,0 +1,186 @@
+"""Whatever the bytes are, reading them ends in records of the schema or in StreamError: no crash, no other error, no memory."""
+
+import random
+import resource
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from stream_data import make_group
+from test_ledger import events_of
+from test_step_files import make_step
+
+from prl.streams import ledger, rollouts, steps
+from prl.streams.files import Header, StreamError, check_bytes, checksum_of
+from prl.streams.reader import groups_of
+
+HEADER = Header("rollouts", "run", 1, "actor_0", 0)
+EXTREMES = (0, 1, -1, 2, 127, -128, 2**15 - 1, 2**31 - 1, -(2**31), 2**62, -(2**62), 2**63 - 1)
+
+
+def rollout_file() -> bytes:
+    rng = np.random.default_rng(0)
+    return rollouts.to_arrow([make_group(n, rng) for n in range(2)], HEADER).to_pybytes()
+
+
+def step_file(folder) -> bytes:
+    made, facts = make_step(np.random.default_rng(0), 7, 2)
+    return steps.write_step(folder, 7, made, facts, run="run", attempt=1, sequence=0).path.read_bytes()
+
+
+def ledger_payload() -> bytes:
+    return ledger._encode(events_of(0) + events_of(1, "discarded", "too old")).to_pybytes()
+
+
+def read_rollout_file(data: bytes) -> None:
+    groups, _ = groups_of(pa.py_buffer(data), "a file", "run")
+    for group in groups:
+        rollouts.check_group(group)
+
+
+def read_step_file(data: bytes) -> None:
+    step = steps.open_step("a file", pa.py_buffer(data), "run")
+    step.rollout_ids()
+    step.deal(2)
+    for number in range(step.facts.microbatches):
+        step.microbatch(number)
+
+
+def read_ledger_payload(data: bytes) -> None:
+    list(ledger.ledger_events(ledger.decode(data, "a ledger")))
+
+
+def flip(data: bytearray, others: list[bytes], rng: random.Random) -> None:
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def truncate(data: bytearray, others: list[bytes], rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        del data[rng.randrange(len(data)) :]
+    else:  # a hole in the middle: the footer is still there
+        at = rng.randrange(len(data))
+        del data[at : at + rng.randrange(1, 200)]
+
+
+def splice(data: bytearray, others: list[bytes], rng: random.Random) -> None:
+    """A piece of a file of any kind, in place of as much or pushed in between."""
+    other = rng.choice(others)
+    size = rng.choice((4, 8, 64, 500, len(other)))
+    start, at = rng.randrange(len(other)), rng.randrange(len(data))
+    piece = other[start : start + size]
+    data[at : at + (len(piece) if rng.random() < 0.7 else 0)] = piece
+
+
+def edit_numbers(data: bytearray, others: list[bytes], rng: random.Random) -> None:
+    """Numbers where Arrow's own are likely: 4 or 8 bytes, aligned, set to extremes or moved a little."""
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        kind, size = rng.choice((("<i", 4), ("<q", 8), ("<h", 2)))
+        at = rng.randrange(0, max(1, len(data) - 8), 2 if size == 2 else 4)
+        if at + size > len(data):
+            continue
+        (old,) = struct.unpack_from(kind, data, at)
+        new = rng.choice(EXTREMES) if rng.random() < 0.5 else old + rng.choice((-8, -4, -1, 1, 4, 8, 64))
+        struct.pack_into(kind, data, at, (new + 2 ** (8 * size - 1)) % 2 ** (8 * size) - 2 ** (8 * size - 1))
+
+
+MUTATIONS = (flip, truncate, splice, edit_numbers)
+
+
+@pytest.mark.parametrize("count", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_corrupt_files_only_ever_raise_stream_errors(tmp_path, count):
+    rng = random.Random(count)
+    good = [rollout_file(), step_file(tmp_path), ledger_payload()]
+    readers = (read_rollout_file, read_step_file, read_ledger_payload)
+    for data, read in zip(good, readers, strict=True):
+        read(data)
+    refused = passed = 0
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(count):
+        kind = number % 3
+        data = bytearray(good[kind])
+        MUTATIONS[number // 3 % len(MUTATIONS)](data, good, rng)
+        corrupt = bytes(data)
+        if corrupt == good[kind]:
+            continue
+        with pytest.raises(StreamError):
+            check_bytes(corrupt, len(good[kind]), checksum_of(good[kind]), "a file")
+        checked = check_bytes(corrupt, len(corrupt), checksum_of(corrupt), "a file")
+        try:
+            readers[kind](checked.to_pybytes())
+            passed += 1  # values alone were changed
+        except StreamError:
+            refused += 1
+    grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) / 1024
+    assert refused > count // 4
+    assert passed > count // 100
+    assert grown_mib < 200
+
+
+def test_compressed_buffers_are_refused_before_they_are_opened():
+    """64 MiB of zeros in a few KiB: the header may as well say a TiB."""
+    schema = pa.schema([("x", pa.int64())]).with_metadata(HEADER.metadata())
+    batch = pa.record_batch([pa.array(np.zeros(2**23, np.int64))], schema=schema)
+    for codec in ("lz4", "zstd"):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+            writer.write_batch(batch)
+        before = pa.default_memory_pool().max_memory()
+        with pytest.raises(StreamError, match="compressed buffers"):
+            groups_of(sink.getvalue(), "a file", None)
+        assert pa.default_memory_pool().max_memory() == before
+
+
+def test_dictionaries_in_pieces_are_refused():
+    column = pa.dictionary(pa.int32(), pa.string())
+    schema = pa.schema([("x", column)]).with_metadata(HEADER.metadata())
+
+    def batch(values: list[str]) -> pa.RecordBatch:
+        return pa.record_batch([pa.DictionaryArray.from_arrays(pa.array([0], pa.int32()), pa.array(values))], schema=schema)
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)) as writer:
+        writer.write_batch(batch(["a"]))
+        writer.write_batch(batch(["a", "b"]))
+    with pytest.raises(StreamError, match="a dictionary in pieces"):
+        groups_of(sink.getvalue(), "a file", None)
+
+
+def test_values_may_be_missing_nowhere():
+    """Also inside of lists, maps, structs and dictionaries."""
+    data = pa.py_buffer(rollout_file())
+    batch = pa.ipc.open_file(data).get_batch(0)
+    span = {"lineage": 0, "step": None, "start": 0, "end": 4}
+    cases = {
+        "output_ids": [[1, None, 2, 3]] * 3,
+        "versions": [[span]] * 3,
+        "metrics": [[("a", None)]] * 3,
+        "domain": pa.DictionaryArray.from_arrays(pa.array([0] * 6, pa.int32()), pa.array([None], pa.string())),
+    }
+    for name, values in cases.items():
+        kind = batch.schema.field(name).type
+        made = values if isinstance(values, pa.Array) else pa.array(values * 2, kind)
+        changed = batch.set_column(batch.schema.get_field_index(name), batch.schema.field(name), made)
+        with pytest.raises(StreamError, match="values are missing"):
+            rollouts.from_arrow(changed, "a batch")
+
+
+def test_a_header_that_is_nested_without_end_is_no_step(tmp_path):
+    data = step_file(tmp_path)
+    reader = pa.ipc.open_file(pa.py_buffer(data))
+    for facts in (b"[" * 100_000, b"{}", b'{"step": "1"}', b"1e999"):
+        schema = reader.schema.with_metadata({**reader.schema.metadata, b"prl.facts": facts})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, schema) as writer:
+            for i in range(reader.num_record_batches):
+                writer.write_batch(pa.record_batch(reader.get_batch(i).columns, schema=schema))
+        with pytest.raises(StreamError, match="header"):
+            steps.open_step("a file", sink.getvalue(), None)
+
+
+def test_a_group_number_that_goes_wrong_is_told():
+    group = make_group(0, np.random.default_rng(0))
+    with pytest.raises(StreamError, match="with numbers"):
+        rollouts.check_group(replace(group, numbers=(3,)))
