@@ -16,14 +16,23 @@ from prl.orchestrator.outcome import Outcome, reserve
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish_json
 from prl.streams.files import next_sequence
+from prl.streams.folder import FolderAppender, FolderSource
 from prl.streams.ledger import LedgerWriter, ledger_events, read_ledger
-from prl.streams.opening import open_reader, open_writer
 from prl.streams.options import StreamsOptions
+from prl.streams.reader import RolloutReader
 from prl.streams.records import Group, MicroBatch, Rollout, StepFacts, Turn, VersionSpan
 from prl.streams.steps import find_steps, read_step, write_step
+from prl.streams.writer import RolloutWriter
 
 RUN = "r"
-OPTIONS = StreamsOptions()
+
+
+def open_writer(run: RunFolder, attempt: int = 1) -> RolloutWriter:
+    return RolloutWriter(FolderAppender(run, "actor-000"), "actor-000", RUN, attempt, StreamsOptions())
+
+
+def open_reader(run: RunFolder) -> RolloutReader:
+    return RolloutReader(FolderSource(run), RUN)
 
 
 def make_group(number: int) -> Group:
@@ -46,7 +55,7 @@ def make_events(first: int, count: int = 3) -> list[LedgerEvent]:
 
 def groups_there(run: RunFolder) -> list[int]:
     """Numbers of all groups that can be read, by listing."""
-    reader = open_reader(run, RUN, OPTIONS)
+    reader = open_reader(run)
     entries, _ = reader.poll({})
     return [group.group for entry in entries for group in reader.read(entry)]
 
@@ -67,7 +76,7 @@ class Scene:
 
 def _rollouts() -> Scene:
     def before(run: RunFolder):
-        writer = open_writer(run, "actor-000", RUN, 1, OPTIONS)
+        writer = open_writer(run)
         writer.append(make_group(0))
         writer.flush()
         return writer
@@ -78,7 +87,7 @@ def _rollouts() -> Scene:
         writer.flush()
 
     def again(run: RunFolder) -> None:
-        writer = open_writer(run, "actor-000", RUN, 2, OPTIONS)
+        writer = open_writer(run, attempt=2)
         writer.append(make_group(3))
         writer.flush()
 

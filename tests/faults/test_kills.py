@@ -1,5 +1,5 @@
-"""kill -9 of every process of a run at every operation by which it publishes or reads a stream, then resume: whatever a run went
-through, nothing is lost and nothing doubled. Only the samplers are no real ones, but played from a recording."""
+"""kill -9 of every process of a run at every operation by which it publishes or reads a stream, then resume: whatever a run
+went through, nothing is lost and nothing doubled. Only the samplers are no real ones, but played from a recording."""
 
 import shutil
 from collections import defaultdict
@@ -87,8 +87,12 @@ CHAINS = [(process, moment) for process in kill_points.PROCESSES for moment in k
 def test_a_death_at_every_point_loses_and_doubles_nothing(run, process, moment):
     """One attempt after another of the same run, each of which dies at another point; the last goes to the end."""
     for point in kill_points.known()[process]:
-        if moment in kill_points.moments(point):
-            die(run, process, point, moment)
+        if moment not in kill_points.moments(process, point):
+            continue
+        before = kill_points.before(process, point)
+        if before is not None:
+            die(run, *before, moment)
+        die(run, process, point, moment)
     run.resume()
     run.check_ended()
 

@@ -21,14 +21,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 WRITES = ("create", "write", "fsync", "rename", "unlink", "mkdir")
 LOOKS = ("read", "list", "stat")
 HELPERS = ("prl.runfolder.publish", "prl.runfolder.paths", "prl.streams.files", "prl.trainer.hf_folder")
-_REPLACED = (
-    "open", "write", "fsync", "fdatasync", "close", "rename", "replace", "unlink", "remove", "mkdir", "listdir", "scandir", "stat"
-)  # fmt: skip
+_REPLACED = {  # function of os to the one of the layer that stands for it
+    **{name: name for name in ("open", "write", "fsync", "close", "rename", "unlink", "mkdir", "listdir", "scandir", "stat")},
+    "fdatasync": "fsync",
+    "replace": "rename",
+    "remove": "unlink",
+}
 _UNSTEADY = (
     (re.compile(r"(\.tmp|\.new|\.old)-[0-9a-z]{8,}"), r"\1"),
     (re.compile(r"_[0-9a-f]{8}\.arrow"), "_C.arrow"),
@@ -83,13 +87,9 @@ class FaultLayer:
         self._real_open = io.open
 
     def __enter__(self) -> "FaultLayer":
-        for name in _REPLACED:
-            own = {"replace": "rename", "remove": "unlink", "fdatasync": "fsync"}.get(name, name)
+        for name, own in _REPLACED.items():
             real = self._real[name]
-
-            def stand_in(*args, _own=getattr(self, f"_{own}"), _real=real, **kwargs):
-                return _own(_real, *args, **kwargs)
-
+            stand_in = partial(getattr(self, f"_{own}"), real)
             for place in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
                 if real in place:
                     place.add(stand_in)
