@@ -1,23 +1,25 @@
 """From groups of rollouts to the micro-batches of one step: a pure function of the groups, the step and the options.
 
 A rollout becomes one or more sequences: a turn whose prompt continues the sequence so far (prompts and outputs of the turns
-before) extends it, any other turn begins a new one. Sampled tokens train, the rest is context. All tokens of a rollout carry
-its advantage; every sampled token carries its log-prob and the lag of its version for the step it is trained in.
+before) extends it, any other turn begins a new one. Sampled tokens train, the rest is context. The tokens of a turn carry its
+advantage; every sampled token carries its log-prob and the lag of its version for the step it is trained in.
+
+`prepare` does what a group alone decides, as it comes in; `build_step` what the step decides.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from prl.flow.ids import RolloutId
-from prl.flow.packing import pack
+from prl.flow.packing import deal, pack
 from prl.flow.versions import Version, is_ancestor, lag
-from prl.preprocess.advantages import ADVANTAGES
+from prl.preprocess.advantages import GroupRewards, step_advantages
 from prl.preprocess.options import PreprocessOptions
-from prl.streams.records import Float32, Group, Int32, MicroBatch, Rollout, StepFacts, VersionSpan
+from prl.streams.records import Float32, Group, Int32, MicroBatch, Rollout, StepFacts, Turn
 
 TOO_OLD = "too old"
 ABANDONED = "sampled by an abandoned version"
@@ -25,6 +27,15 @@ EQUAL = "all rewards equal"
 CUT = "cut at the token limit"
 OVERLONG = "longer than a micro-batch"
 EMPTY = "nothing to train on"
+DROPPED = {
+    TOO_OLD: "too_old",
+    ABANDONED: "abandoned",
+    EQUAL: "all_equal",
+    CUT: "cut",
+    OVERLONG: "overlong",
+    EMPTY: "empty",
+}
+"""Why rollouts do not train, and what that is called among the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,203 +48,302 @@ class Moment:
     max_lag: int
 
 
+class Span(NamedTuple):
+    """Tokens of a sequence that are treated alike."""
+
+    tokens: int
+    version_step: int  # of the version that sampled them; -1: context, which does not train
+    turn: int
+
+
 @dataclass(slots=True)
 class TokenSequence:
-    """Tokens that are trained as one sequence: pieces of context and of output in turn, context first."""
+    """Tokens that are trained as one sequence."""
 
     pieces: list[Int32]
-    logprobs: list[Float32]  # of each output piece
-    spans: list[VersionSpan]  # of all output pieces
+    logprobs: list[Float32 | None]  # of each piece; None: context
+    spans: list[Span]
     tokens: int
-    outputs: int
-
-    @property
-    def trained(self) -> int:
-        """Tokens that train: the outputs, but for a first token, which follows nothing."""
-        return self.outputs - (len(self.pieces[0]) == 0)
+    outputs: int  # tokens that train
 
     def continued_by(self, prompt: Int32) -> bool:
         """Whether a prompt begins with all of this sequence."""
-        return 0 < self.tokens <= len(prompt) and bool(np.array_equal(prompt[: self.tokens], np.concatenate(self.pieces)))
+        if self.tokens > len(prompt):
+            return False
+        end = 0
+        for piece in self.pieces:
+            start, end = end, end + len(piece)
+            if not np.array_equal(prompt[start:end], piece):
+                return False
+        return True
+
+    def add(self, context: Int32, turn: Turn, number: int, skipped: int) -> None:
+        """Append context and a turn's output without its first `skipped` tokens, which the context contains."""
+        output = turn.output_ids[skipped:]
+        self.pieces += [context, output]
+        self.logprobs += [None, turn.logprobs[skipped:]]
+        self.spans.append(Span(len(context), -1, number))
+        for span in turn.versions:
+            length = span.end - max(span.start, skipped)
+            if length > 0:
+                self.spans.append(Span(length, span.version.step, number))
+        self.tokens += len(context) + len(output)
+        self.outputs += len(output)
 
 
-@dataclass(slots=True)
-class Sample:
+class Sample(NamedTuple):
     """A rollout that trains."""
 
+    place: int  # in its group
     rollout: RolloutId
-    advantage: float
     sequences: list[TokenSequence]
 
 
 @dataclass(slots=True)
 class Prepared:
-    """A group ready for a step. `samples` is empty where all its rollouts are discarded."""
+    """A group as it came. Baselines and metrics are of all its rollouts: one that is left out has still been sampled."""
 
-    group: Group
-    samples: list[Sample]
-    discarded: list[tuple[RolloutId, str]] = field(default_factory=list)
+    ids: list[RolloutId]
+    rewards: GroupRewards
+    versions: frozenset[Version]  # that sampled its tokens
+    samples: list[Sample]  # none: all its rollouts are discarded
+    discarded: list[tuple[RolloutId, str]]
+    output_tokens: int = 0
+    cut: int = 0  # rollouts
+    mixed: int = 0  # rollouts sampled by more than one version
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest version that sampled a token which trains."""
+        return max(span.version_step for sample in self.samples for sequence in sample.sequences for span in sequence.spans)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """A step's micro-batches, and how every rollout of its groups ends."""
+
     facts: StepFacts
     microbatches: list[MicroBatch]
+    trained: list[RolloutId]
+    discarded: list[tuple[RolloutId, str]]
     metrics: dict[str, float]
 
 
-def versions_of(group: Group) -> frozenset[Version]:
-    """The versions that sampled the tokens of a group."""
-    return frozenset(s.version for r in group.rollouts for t in r.turns for s in t.versions if s.end > s.start)
-
-
-def refusal(versions: frozenset[Version], moment: Moment) -> str | None:
-    """Why a group sampled by these versions cannot be trained at that moment, or None. Raises ValueError for a version that
-    does not exist yet."""
+def refusal(versions: frozenset[Version], newest: int, moment: Moment, too_old: str) -> str | None:
+    """Why a group sampled by these versions (`newest`: see Prepared) cannot be trained at that moment, or None. Raises
+    ValueError for a version that does not exist yet."""
     for version in versions:
         if not is_ancestor(version, moment.lineage, moment.forks):
             return ABANDONED
-        age = lag(moment.step, version)
-        if age < 0:
+        if lag(moment.step, version) < 0:
             raise ValueError(f"rollouts of version {version} for step {moment.step}: that version is made by a later step")
-        if age > moment.max_lag:
-            return TOO_OLD
-    return None
+    if too_old == "train":
+        return None
+    deciding = newest if too_old == "mask" else min((version.step for version in versions), default=newest)
+    return TOO_OLD if _age(moment, deciding) > moment.max_lag else None
+
+
+def _age(moment: Moment, version_step: int) -> int:
+    """`lag` of a version by its step alone."""
+    return moment.step - 1 - version_step
+
+
+# One group
 
 
 def prepare(group: Group, options: PreprocessOptions) -> Prepared:
-    """Advantages, sequences, and the rollouts that do not train. Advantages are of all the group's rollouts: one that is left
-    out has still been sampled, and belongs to the baseline."""
-    ids = group.rollout_ids()
-    rewards = np.array([r.reward for r in group.rollouts])
-    if options.drop_equal_groups and bool((rewards == rewards[0]).all()):
-        return Prepared(group, [], [(i, EQUAL) for i in ids])
-    prepared = Prepared(group, [])
-    for rollout, rollout_id, advantage in zip(
-        group.rollouts, ids, ADVANTAGES[options.advantage](rewards).tolist(), strict=True
-    ):
-        sequences = to_sequences(rollout)
-        reason = _left_out(rollout, sequences, options)
-        if reason is None:
-            prepared.samples.append(Sample(rollout_id, advantage, sequences))
+    """Sequences, and the rollouts that never train."""
+    rollouts = group.rollouts
+    prepared = Prepared(
+        ids=group.rollout_ids(),
+        rewards=GroupRewards(np.array([r.reward for r in rollouts], np.float64), np.array([len(r.turns) for r in rollouts])),
+        versions=frozenset(),
+        samples=[],
+        discarded=[],
+    )
+    rewards = prepared.rewards.rewards
+    equal = options.drop_equal_groups and bool((rewards == rewards[0]).all())
+    group_versions: set[Version] = set()
+    for place, (rollout, rollout_id) in enumerate(zip(rollouts, prepared.ids, strict=True)):
+        versions = {span.version for turn in rollout.turns for span in turn.versions if span.end > span.start}
+        group_versions |= versions
+        cut = any(turn.finish_reason == "length" for turn in rollout.turns)
+        prepared.output_tokens += sum(len(turn.output_ids) for turn in rollout.turns)
+        prepared.cut += cut
+        prepared.mixed += len(versions) > 1
+        sequences = [] if equal else to_sequences(rollout)
+        if equal:
+            prepared.discarded.append((rollout_id, EQUAL))
+        elif cut and options.mask_cut:
+            prepared.discarded.append((rollout_id, CUT))
+        elif not sequences:
+            prepared.discarded.append((rollout_id, EMPTY))
+        elif max(s.tokens for s in sequences) > options.pack_tokens:
+            prepared.discarded.append((rollout_id, OVERLONG))
         else:
-            prepared.discarded.append((rollout_id, reason))
+            prepared.samples.append(Sample(place, rollout_id, sequences))
+    prepared.versions = frozenset(group_versions)
     return prepared
 
 
-def _left_out(rollout: Rollout, sequences: list[TokenSequence], options: PreprocessOptions) -> str | None:
-    if options.mask_cut and _is_cut(rollout):
-        return CUT
-    if not sequences:
-        return EMPTY
-    if max(s.tokens for s in sequences) > options.pack_tokens:
-        return OVERLONG
-    return None
-
-
-def _is_cut(rollout: Rollout) -> bool:
-    return any(t.finish_reason == "length" for t in rollout.turns)
-
-
 def to_sequences(rollout: Rollout) -> list[TokenSequence]:
-    """The sequences of a rollout that have something to train on."""
+    """The sequences of a rollout that have something to train on. A first token follows nothing: it is context."""
     sequences: list[TokenSequence] = []
-    for turn in rollout.turns:
-        prompt, output = turn.prompt_ids, turn.output_ids
+    for number, turn in enumerate(rollout.turns):
+        prompt = turn.prompt_ids
         if sequences and sequences[-1].continued_by(prompt):
-            last = sequences[-1]
-            last.pieces += [prompt[last.tokens :], output]
-            last.logprobs.append(turn.logprobs)
-            last.spans += turn.versions
-            last.tokens = len(prompt) + len(output)
-            last.outputs += len(output)
-        else:
-            sequences.append(
-                TokenSequence([prompt, output], [turn.logprobs], list(turn.versions), len(prompt) + len(output), len(output))
-            )
-    return [s for s in sequences if s.trained > 0]
+            sequences[-1].add(prompt[sequences[-1].tokens :], turn, number, 0)
+        elif len(prompt) + len(turn.output_ids) > 0:
+            sequence = TokenSequence([], [], [], 0, 0)
+            if len(prompt) > 0:
+                sequence.add(prompt, turn, number, 0)
+            else:
+                sequence.add(turn.output_ids[:1], turn, number, 1)
+            sequences.append(sequence)
+    return [s for s in sequences if s.outputs > 0]
+
+
+# One step
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A sequence in its step: values of each of its spans."""
+
+    rollout: RolloutId
+    tokens: TokenSequence
+    lags: list[int]  # -1 where nothing trains
+    weights: list[float]
+    advantages: list[float]
+    trained: int  # tokens
 
 
 def build_step(groups: Sequence[Prepared], moment: Moment, options: PreprocessOptions, data_parallel_size: int) -> Step:
-    """Pack the samples of the groups (at least one sample in all) into micro-batches for so many data-parallel ranks."""
-    samples = [s for g in groups for s in g.samples]
-    sequences = [(sample, sequence) for sample in samples for sequence in sample.sequences]
-    lengths = [sequence.tokens for _, sequence in sequences]
+    """Pack the samples of the groups into micro-batches for so many data-parallel ranks. At least one token has to train."""
+    advantages = step_advantages([g.rewards for g in groups], options.advantage, options.baseline)
+    limit = moment.max_lag if options.too_old == "mask" else None
+    sequences: list[_Sequence] = []
+    trained: list[RolloutId] = []
+    discarded = [end for group in groups for end in group.discarded]
+    for group, of_group in zip(groups, advantages, strict=True):
+        for place, rollout, parts in group.samples:
+            found = _in_step(rollout, parts, of_group[place].tolist(), moment, limit)
+            if not found:
+                discarded.append((rollout, TOO_OLD))
+                continue
+            if options.token_weight == "sample":
+                _weigh_by_sample(found)
+            sequences += found
+            trained.append(rollout)
+    lengths = [s.tokens.tokens for s in sequences]
     bins = pack(lengths, options.pack_tokens, data_parallel_size)
-    microbatches = [_microbatch([sequences[i] for i in members], moment) for members in bins]
-    if options.token_weight == "sample":
-        _weigh_by_sample(samples, microbatches)
-    weights = np.concatenate([m.loss_weights for m in microbatches], dtype=np.float64)
-    lags = np.concatenate([m.lags for m in microbatches])
+    microbatches = [_microbatch([sequences[i] for i in members]) for members in bins]
     facts = StepFacts(
         step=moment.step,
-        denominator=float(weights.sum()),
-        trained_tokens=int((weights > 0).sum()),
-        samples=len(samples),
+        denominator=float(sum(m.loss_weights.sum(dtype=np.float64) for m in microbatches)),
+        trained_tokens=sum(s.trained for s in sequences),
+        samples=len(trained),
         microbatches=len(microbatches),
     )
-    metrics = {**_metrics([g.group for g in groups]), **_lag_metrics(lags)}
-    metrics["rollouts"] = float(len(samples))
-    metrics["pack_waste"] = 1.0 - sum(lengths) / (len(bins) * options.pack_tokens)
-    return Step(facts, microbatches, metrics)
+    loads = [sum(lengths[i] for i in members) for members in bins]
+    ranks = [sum(loads[b] for b in dealt) for dealt in deal(loads, data_parallel_size)]
+    metrics = {
+        **_group_metrics(groups),
+        **_lag_metrics(sequences, moment),
+        "rollouts": float(len(trained)),
+        "pack_waste": 1.0 - sum(lengths) / (len(bins) * options.pack_tokens),
+        "rank_tokens_max_over_mean": max(ranks) * len(ranks) / sum(ranks),
+    }
+    return Step(facts, microbatches, trained, discarded, metrics)
 
 
-def _microbatch(members: Sequence[tuple[Sample, TokenSequence]], moment: Moment) -> MicroBatch:
-    """Concatenate sequences; every trained token weighs 1."""
-    sequences = [sequence for _, sequence in members]
-    pieces = list(chain.from_iterable(s.pieces for s in sequences))
-    lengths = np.array([s.tokens for s in sequences], np.int32)
-    boundaries = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+def _in_step(
+    rollout: RolloutId, parts: Sequence[TokenSequence], advantages: Sequence[float], moment: Moment, limit: int | None
+) -> list[_Sequence]:
+    """The sequences of a rollout of which something trains; tokens with a lag above `limit` do not."""
+    found = []
+    for part in parts:
+        sequence = _Sequence(rollout, part, [], [], [], 0)
+        for tokens, version_step, turn in part.spans:
+            age = _age(moment, version_step)
+            if version_step < 0 or (limit is not None and age > limit):
+                sequence.lags.append(-1)
+                sequence.weights.append(0.0)
+                sequence.advantages.append(0.0)
+            else:
+                sequence.lags.append(age)
+                sequence.weights.append(1.0)
+                sequence.advantages.append(advantages[turn])
+                sequence.trained += tokens
+        if sequence.trained:
+            found.append(sequence)
+    return found
+
+
+def _weigh_by_sample(sequences: Sequence[_Sequence]) -> None:
+    """A rollout weighs 1 in all, shared evenly by its trained tokens, also where they lie in several sequences."""
+    share = 1.0 / sum(s.trained for s in sequences)
+    for sequence in sequences:
+        sequence.weights = [weight * share for weight in sequence.weights]
+
+
+def _microbatch(members: Sequence[_Sequence]) -> MicroBatch:
+    """Concatenate sequences."""
+    parts = [m.tokens for m in members]
+    boundaries = np.zeros(len(parts) + 1, np.int32)
+    np.cumsum([p.tokens for p in parts], out=boundaries[1:])
     total = int(boundaries[-1])
-
-    sampled = np.repeat(np.arange(len(pieces)) % 2 == 1, np.fromiter(map(len, pieces), np.int64, len(pieces)))
-    trained = sampled.copy()
-    trained[boundaries[:-1]] = False  # the first token of a sequence follows nothing
+    spans = np.array([span.tokens for p in parts for span in p.spans])
+    lags = np.array([value for m in members for value in m.lags], np.int32)
+    weights = np.array([value for m in members for value in m.weights], np.float32)
+    advantages = np.array([value for m in members for value in m.advantages], np.float32)
     old_logprobs = np.zeros(total, np.float32)
-    old_logprobs[sampled] = np.concatenate([p for s in sequences for p in s.logprobs])
-    spans = [span for s in sequences for span in s.spans]
-    span_lags = np.fromiter((lag(moment.step, span.version) for span in spans), np.int32, len(spans))
-    span_lengths = np.fromiter((span.end - span.start for span in spans), np.int64, len(spans))
-    lags = np.full(total, -1, np.int32)
-    lags[sampled] = np.repeat(span_lags, span_lengths)
-    lags[~trained] = -1
-    advantages = np.repeat(np.array([sample.advantage for sample, _ in members], np.float32), lengths)
+    positions = np.empty(total, np.int32)
+    counting = np.arange(max(p.tokens for p in parts), dtype=np.int32)
+    end = 0
+    for part in parts:
+        positions[end : end + part.tokens] = counting[: part.tokens]
+        for piece, logprobs in zip(part.pieces, part.logprobs, strict=True):
+            start, end = end, end + len(piece)
+            if logprobs is not None:
+                old_logprobs[start:end] = logprobs
     return MicroBatch(
-        tokens=np.concatenate(pieces, dtype=np.int32),
-        positions=np.arange(total, dtype=np.int32) - np.repeat(boundaries[:-1], lengths),
+        tokens=np.concatenate([piece for p in parts for piece in p.pieces], dtype=np.int32),
+        positions=positions,
         boundaries=boundaries,
-        loss_weights=trained.astype(np.float32),
-        advantages=np.where(trained, advantages, np.float32(0)),
-        old_logprobs=np.where(trained, old_logprobs, np.float32(0)),
+        loss_weights=np.repeat(weights, spans),
+        advantages=np.repeat(advantages, spans),
+        old_logprobs=old_logprobs,
         reference_logprobs=None,
-        lags=lags,
-        rollouts=tuple(sample.rollout for sample, _ in members),
+        lags=np.repeat(lags, spans),
+        rollouts=tuple(m.rollout for m in members),
     )
 
 
-def _weigh_by_sample(samples: Sequence[Sample], microbatches: Sequence[MicroBatch]) -> None:
-    """Every sample weighs 1 in all, shared evenly by its trained tokens, also where they lie in several sequences."""
-    counts = {s.rollout: sum(q.trained for q in s.sequences) for s in samples}
-    for microbatch in microbatches:
-        shares = np.array([1.0 / counts[i] for i in microbatch.rollouts], np.float32)
-        microbatch.loss_weights[:] *= np.repeat(shares, np.diff(microbatch.boundaries))
-
-
-def _metrics(groups: Sequence[Group]) -> dict[str, float]:
-    rollouts = [r for g in groups for r in g.rollouts]
-    rewards = np.array([r.reward for r in rollouts])
-    equal = [len({r.reward for r in g.rollouts}) == 1 for g in groups]
-    mixed = [len({s.version for t in r.turns for s in t.versions if s.end > s.start}) > 1 for r in rollouts]
+def _group_metrics(groups: Sequence[Prepared]) -> dict[str, float]:
+    rewards = np.concatenate([g.rewards.rewards for g in groups])
+    equal = [bool((g.rewards.rewards == g.rewards.rewards[0]).all()) for g in groups]
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "groups_all_equal": float(np.mean(equal)),
-        "output_tokens_mean": sum(len(t.output_ids) for r in rollouts for t in r.turns) / len(rollouts),
-        "cut_share": float(np.mean([_is_cut(r) for r in rollouts])),
-        "mixed_version_share": float(np.mean(mixed)),
+        "output_tokens_mean": sum(g.output_tokens for g in groups) / len(rewards),
+        "cut_share": sum(g.cut for g in groups) / len(rewards),
+        "mixed_version_share": sum(g.mixed for g in groups) / len(rewards),
     }
 
 
-def _lag_metrics(lags: npt.NDArray[np.int32]) -> dict[str, float]:
-    trained = lags[lags >= 0]
-    return {"lag_mean": float(trained.mean()), "lag_max": float(trained.max())}
+def _lag_metrics(sequences: Sequence[_Sequence], moment: Moment) -> dict[str, float]:
+    """`too_old_tokens`: over the limit, trained or masked."""
+    trained: Counter[int] = Counter()
+    sampled: Counter[int] = Counter()
+    for sequence in sequences:
+        for span, age in zip(sequence.tokens.spans, sequence.lags, strict=True):
+            trained[age] += span.tokens
+            sampled[_age(moment, span.version_step)] += span.tokens * (span.version_step >= 0)
+    del trained[-1]
+    return {
+        "lag_mean": sum(age * tokens for age, tokens in trained.items()) / trained.total(),
+        "lag_max": float(max(trained)),
+        "too_old_tokens": float(sum(tokens for age, tokens in sampled.items() if age > moment.max_lag)),
+    }

@@ -1,21 +1,29 @@
-"""The preprocessor's process: announced rollout files in, one step file a step out, one step ahead of the trainer."""
+"""The preprocessor's process: announced rollouts in, one step file a step out, one step ahead of the trainer.
+
+Two tasks: one takes rollouts in and orders steps, the other publishes what was built, in order. `Workshop` does the building.
+"""
 
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from prl.control.child import Child
 from prl.control.client import ControlClient
+from prl.control.server import Bell
 from prl.flow.events import to_discard_rows, to_rows
-from prl.preprocess.assemble import Moment
-from prl.preprocess.steps import Made, StepMaker
+from prl.flow.ids import RolloutId
+from prl.preprocess.assemble import DROPPED, Moment
+from prl.preprocess.builder import BuilderSettings, Built, PublishedStep, UnreadableEntry, Workshop
+from prl.preprocess.steps import Arrival, StepMaker, StepOrder
 from prl.streams.contract import announced
-from prl.streams.files import StreamError, StreamFile, next_sequence
+from prl.streams.files import StreamError, next_sequence
 from prl.streams.opening import open_reader
 from prl.streams.records import Group
-from prl.streams.steps import write_step
 
 _VISIBLE_S = 90.0  # a new name may stay unseen on another node for a minute
 _LONG_POLL_S = 5.0
@@ -23,11 +31,18 @@ _LONG_POLL_S = 5.0
 
 async def preprocess(child: Child, client: ControlClient) -> None:
     """Run until the orchestrator says stop."""
-    run = child.config.run
-    ranks = _data_parallel_size(child)
-    maker = StepMaker(child.config.preprocess, run.groups_per_step, run.order, ranks)
-    await client.join({})
-    await _Loop(child, client, maker).run()
+    options, run = child.config.preprocess, child.config.run
+    held_bytes = options.memory_mib * 2**20 if options.processes == 1 else 0  # workers read for themselves
+    maker = StepMaker(options, run.groups_per_step, run.order, held_bytes)
+    settings = BuilderSettings(
+        str(child.run.path), run.name, child.attempt, options, child.config.streams, _data_parallel_size(child)
+    )
+    workshop = Workshop(settings, options.processes)
+    try:
+        await client.join({})
+        await _Loop(child, client, maker, workshop).run()
+    finally:
+        workshop.close()
 
 
 def _data_parallel_size(child: Child) -> int:
@@ -37,125 +52,214 @@ def _data_parallel_size(child: Child) -> int:
     return max(1, len(ranks) // child.config.train.tensor_parallel)
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A step in the making."""
+
+    order: StepOrder
+    built: "asyncio.Future[Built]"
+
+    @property
+    def step(self) -> int:
+        return self.order.moment.step
+
+
 class _Loop:
-    def __init__(self, child: Child, client: ControlClient, maker: StepMaker) -> None:
+    def __init__(self, child: Child, client: ControlClient, maker: StepMaker, workshop: Workshop) -> None:
         self._child = child
         self._client = client
         self._maker = maker
+        self._workshop = workshop
         self._cursor = 0
-        self._next_step: int | None = None
+        self._next_step: int | None = None  # to be ordered
+        self._trained_step: int | None = None
+        self._opened_s: dict[int, float] = {}  # step -> when the trainer was near enough for it to be published
+        self._jobs: deque[_Job] = deque()
+        self._broken: UnreadableEntry | None = None  # what keeps the first job from being built
+        self._bell = Bell()
+        self._dropped: Counter[str] = Counter()  # reason to rollouts, since the last step
         self._wait_s = child.config.control.wait_s
         self._sequence = next_sequence(child.run.steps)
         self._reader = open_reader(child.run, child.config.run.name, child.attempt, child.config.streams)
-        self._unreadable: set[str] = set()  # paths
+        self._unreadable: set[str] = set()  # entries
+        self._seen: dict[str, int] = {}  # writer -> last entry announced
+        self._released: dict[str, int] = {}  # writer -> last entry that is done with
 
     async def run(self) -> None:
-        trained_step: int | None = None
+        tasks = [asyncio.create_task(self._order_steps()), asyncio.create_task(self._publish_steps())]
+        try:
+            finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, *(job.built for job in self._jobs), return_exceptions=True)
+
+    # Rollouts in
+
+    async def _order_steps(self) -> None:
         while not self._client.stopping.is_set():
-            body = {"after": self._cursor, "trained_step": trained_step}
+            if self._broken is not None:
+                await self._rebuild(self._broken)
+            body = {"after": self._cursor, "trained_step": self._trained_step}
             answer = await self._client.call(
                 "next_rollouts", body, deadline_s=_LONG_POLL_S + self._wait_s, reason="waiting for rollouts"
             )
             came_s = time.monotonic()
             if answer["stop"]:
                 return
-            trained_step = int(answer["trained_step"])
             if self._next_step is None:
                 self._next_step = int(answer["next_step"])
                 self._client.progress(f"waiting for rollouts of step {self._next_step}")
-            self._maker.trained(trained_step)
+            self._note_trained(int(answer["trained_step"]), came_s)
             awaited = [int(answer["awaited_from"])]
             for announcement in answer["announcements"]:
-                awaited += await self._take_in(announcement)
+                awaited += await self._take_in(announcement, came_s)
             self._cursor = int(answer["cursor"])
-            await self._make_steps(answer, min(awaited), came_s)
+            if self._broken is None:
+                self._order(answer, min(awaited))
+            await self._report_dropped()
+            await self._release()
 
-    # Rollouts in
+    def _note_trained(self, step: int, now_s: float) -> None:
+        if self._trained_step is not None:
+            self._opened_s |= dict.fromkeys(range(self._trained_step + 3, step + 3), now_s)
+        self._trained_step = step
+        self._maker.trained(step)
+        self._bell.ring()
 
-    async def _take_in(self, announcement: Mapping[str, Any]) -> list[int]:
-        """Read an announced file; the groups that could not be read and are awaited anew."""
+    async def _take_in(self, announcement: Mapping[str, Any], came_s: float) -> list[int]:
+        """Read an announced entry; the groups that could not be read and are awaited anew."""
+        entry = announced(announcement, self._child.attempt)
+        self._seen[entry.writer] = max(entry.sequence, self._seen.get(entry.writer, -1))
         wanted = {
             (int(g["group"]), int(g["issue"]))
             for g in announcement["groups"]
             if not g["late"] and not self._maker.knows(int(g["group"]), int(g["issue"]))
         }
-        if not wanted or announcement["path"] in self._unreadable:
+        if not wanted or entry.name in self._unreadable:
             return []
-        self._client.progress(f"reading {announcement['path']}")
+        self._client.progress(f"reading {entry.name}")
         try:
-            groups = await asyncio.to_thread(self._read, announcement)
+            groups: list[Group] = await asyncio.to_thread(self._reader.read, entry, _VISIBLE_S)
             missing = wanted - {(g.group, g.issue) for g in groups}
             if missing:
-                raise StreamError(f"{announcement['path']}: announced groups {sorted(missing)} are not in it")
+                raise StreamError(f"{entry.name}: announced groups {sorted(missing)} are not in it")
         except StreamError as error:
-            self._unreadable.add(announcement["path"])
-            await self._sample_again(sorted(wanted), error)
+            await self._sample_again(entry.name, sorted(wanted), error)
             return [group for group, _ in wanted]
+        arrival = Arrival(came_s, time.monotonic())
         for group in groups:
             if (group.group, group.issue) in wanted:
-                self._maker.add(group)
+                self._maker.add(group, entry, arrival)
         return []
 
-    def _read(self, announcement: Mapping[str, Any]) -> list[Group]:
-        return self._reader.read(announced(announcement, self._child.attempt), _VISIBLE_S)
-
-    async def _sample_again(self, groups: list[tuple[int, int]], error: StreamError) -> None:
-        """A file that cannot be read costs its groups, which are sampled again, and not the run."""
+    async def _sample_again(self, name: str, groups: Sequence[tuple[int, int]], error: StreamError) -> None:
+        """An entry that cannot be read costs its groups, which are sampled again, and not the run."""
         print(f"unreadable: {error}", flush=True)
+        self._unreadable.add(name)
         for group, issue in groups:
             body = {"group": group, "issue": issue, "reason": "rollout file unreadable"}
             await self._client.call("group_failed", body, deadline_s=self._wait_s, reason=f"group {group} cannot be read")
 
-    # Steps out
-
-    async def _make_steps(self, answer: Mapping[str, Any], awaited_from: int, came_s: float) -> None:
-        """Write every step that can be written now, at most one ahead of the trainer, and report what was dropped."""
-        trained_step, lineage = int(answer["trained_step"]), int(answer["lineage"])
-        forks = {int(later): int(step) for later, step in answer["forks"].items()}
-        while self._next_step is not None:
-            moment = Moment(self._next_step, lineage, forks, self._max_lag())
-            chosen = self._maker.choose(moment, awaited_from)
-            if chosen is None or trained_step < moment.step - 2:
-                break
-            self._client.progress(f"writing step {moment.step}")
-            made, published = await asyncio.to_thread(self._write, chosen, moment)
-            await self._announce(made, published, time.monotonic() - came_s)
-            self._next_step += 1
-            self._client.progress(f"waiting for rollouts of step {self._next_step}")
-        discarded = self._maker.take_discarded()
+    async def _report_dropped(self) -> None:
+        discarded = self._count_dropped(self._maker.take_discarded())
         if discarded:
             body = {"discarded": to_discard_rows(discarded)}
             await self._client.call("discard", body, deadline_s=self._wait_s, reason="reporting dropped rollouts")
+
+    def _count_dropped(self, discarded: list[tuple[RolloutId, str]]) -> list[tuple[RolloutId, str]]:
+        self._dropped.update(reason for _, reason in discarded)
+        return discarded
+
+    async def _release(self) -> None:
+        """Entries of which nothing waits and nothing is in the making are done with: what was published is durable."""
+        done = dict(self._seen)
+        building = (member.entry for job in self._jobs for member in job.order.members)
+        for entry in chain(self._maker.entries(), building):
+            done[entry.writer] = min(done[entry.writer], entry.sequence - 1)
+        if done != self._released:
+            await asyncio.to_thread(self._reader.release, done)
+            self._released = done
+
+    def _order(self, answer: Mapping[str, Any], awaited_from: int) -> None:
+        """Have every step built that can be: for one process as many as may be published, else as many more as there are."""
+        assert self._next_step is not None
+        assert self._trained_step is not None
+        forks = {int(later): int(step) for later, step in answer["forks"].items()}
+        while self._next_step <= self._trained_step + 1 + self._workshop.processes:
+            moment = Moment(self._next_step, int(answer["lineage"]), forks, self._max_lag())
+            chosen = self._maker.choose(moment, awaited_from)
+            if chosen is None:
+                break
+            order = self._maker.take(chosen, moment)
+            self._jobs.append(_Job(order, self._workshop.build(order, self._sequence)))
+            self._sequence += 1
+            self._next_step += 1
+            self._bell.ring()
 
     def _max_lag(self) -> int:
         run = self._child.config.run
         return run.max_lag if run.mode == "pipeline" else run.steps_per_generation - 1
 
-    def _write(self, chosen: list[int], moment: Moment) -> tuple[Made, StreamFile]:
-        made = self._maker.make(chosen, moment)
-        published = write_step(
-            self._child.run.steps,
-            moment.step,
-            made.step.microbatches,
-            made.step.facts,
-            run=self._child.config.run.name,
-            attempt=self._child.attempt,
-            sequence=self._sequence,
-        )
-        self._sequence += 1
-        return made, published
+    async def _rebuild(self, error: UnreadableEntry) -> None:
+        """The first job lacks groups, which are sampled again. It and those behind it, whose turn comes later, are given up."""
+        jobs = list(self._jobs)
+        self._jobs.clear()
+        self._broken = None
+        self._next_step = jobs[0].step
+        lost = [lost for job in jobs for lost in self._maker.give_back(job.order, error.name)]
+        await asyncio.gather(*(job.built for job in jobs), return_exceptions=True)
+        await self._sample_again(error.name, lost, error)
 
-    async def _announce(self, made: Made, published: StreamFile, preprocess_s: float) -> None:
-        """`preprocess_s` runs from the orchestrator's answer that made the step possible to its durable file."""
-        step = made.step.facts.step
-        metrics = {**made.step.metrics, "preprocess_s": preprocess_s, "unreadable_files": float(len(self._unreadable))}
+    # Steps out
+
+    async def _publish_steps(self) -> None:
+        while True:
+            if not await self._bell.until(self._may_publish, self._wait_s):
+                continue  # who waits for what is the orchestrator's to judge: it knows what this process is doing
+            job = self._jobs[0]
+            self._client.progress(f"writing step {job.step}")
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    built = await job.built
+                    published = await self._workshop.publish(job.step)
+            except UnreadableEntry as error:
+                self._broken = error
+                continue
+            except TimeoutError:
+                raise TimeoutError(f"step {job.step} was not built and written within {self._wait_s:.0f} s") from None
+            await self._announce(job, built, published, time.monotonic())
+            self._jobs.popleft()
+            self._client.progress(f"waiting for rollouts of step {job.step + 1}")
+
+    def _may_publish(self) -> bool:
+        """One step ahead of the trainer, no more."""
+        near = self._trained_step is not None and bool(self._jobs) and self._jobs[0].step <= self._trained_step + 2
+        return near and self._broken is None
+
+    async def _announce(self, job: _Job, built: Built, published: PublishedStep, now_s: float) -> None:
+        opened_s = self._opened_s.pop(job.step, job.order.last.came_s)
+        discarded = self._count_dropped(built.discarded)
+        metrics = {
+            **built.metrics,
+            "held_back_s": max(0.0, opened_s - job.order.last.came_s),
+            "ready_s": now_s - max(opened_s, job.order.last.came_s),
+            "read_s": job.order.last.read_s - job.order.last.came_s,
+            "build_s": built.seconds,
+            "publish_s": published.seconds,
+            "quarantined_files": float(len(self._unreadable)),
+            **{f"dropped_{name}": float(self._dropped[reason]) for reason, name in DROPPED.items()},
+        }
+        self._dropped.clear()
         body = {
-            "step": step,
-            "path": published.path.relative_to(self._child.run.path).as_posix(),
-            "bytes": published.bytes,
-            "checksum": published.checksum,
-            "trained": to_rows(made.trained),
-            "discarded": to_discard_rows([*self._maker.take_discarded(), *made.discarded]),
+            "step": job.step,
+            "path": published.file.path.relative_to(self._child.run.path).as_posix(),
+            "bytes": published.file.bytes,
+            "checksum": published.file.checksum,
+            "trained": to_rows(built.trained),
+            "discarded": to_discard_rows(discarded),
             "metrics": metrics,
         }
-        await self._client.call("step_file", body, deadline_s=self._wait_s, reason=f"announcing step {step}")
+        await self._client.call("step_file", body, deadline_s=self._wait_s, reason=f"announcing step {job.step}")

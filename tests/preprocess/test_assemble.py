@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from preprocess_data import group, ids, turn
 
-from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
 from prl.preprocess.assemble import (
     ABANDONED,
@@ -19,33 +19,12 @@ from prl.preprocess.assemble import (
     prepare,
     refusal,
     to_sequences,
-    versions_of,
 )
 from prl.preprocess.options import PreprocessOptions
-from prl.streams.records import Group, MicroBatch, Rollout, Turn, VersionSpan
+from prl.streams.records import MicroBatch, Rollout
 
 MOMENT = Moment(step=5, lineage=0, forks={}, max_lag=4)
 OPTIONS = PreprocessOptions(advantage="leave_one_out", pack_tokens=32)
-
-
-def turn(prompt, output, versions=((3, None),), finish="stop", lineage=0) -> Turn:
-    """`versions`: (step, end) of each span; None: up to the end."""
-    spans, start = [], 0
-    for step, end in versions:
-        end = len(output) if end is None else end
-        spans.append(VersionSpan(Version(lineage, step), start, end))
-        start = end
-    logprobs = -np.array(output, np.float32) / 10
-    return Turn(np.array(prompt, np.int32), np.array(output, np.int32), logprobs, tuple(spans), finish, 0, 0.0, 1.0)
-
-
-def group(*rollouts: tuple[list[Turn], float], number=0) -> Group:
-    made = tuple(Rollout(tuple(turns), reward) for turns, reward in rollouts)
-    return Group(0, "d", "", f"d/{number}", number, 0, made)
-
-
-def ids(number: int, *rollouts: int) -> list[RolloutId]:
-    return [RolloutId(0, f"d/{number}", number, k, 0) for k in rollouts]
 
 
 def test_two_rollouts_by_hand():
@@ -81,8 +60,10 @@ def test_two_rollouts_by_hand():
             "mixed_version_share": 0.5,
             "lag_mean": 0.75,
             "lag_max": 2.0,
+            "too_old_tokens": 0.0,
             "rollouts": 2.0,
             "pack_waste": 1 - 8 / 32,
+            "rank_tokens_max_over_mean": 1.0,
         }
     )
 
@@ -132,7 +113,12 @@ def test_left_out_rollouts_still_belong_to_the_baseline():
     made = group(([turn([1], long)], 1.0), ([turn([1], [11], finish="length")], 0.0), ([turn([1], [12])], 0.5))
     prepared = prepare(made, OPTIONS)
     assert prepared.discarded == [(i, OVERLONG) for i in ids(0, 0)]
-    assert [(s.rollout, s.advantage) for s in prepared.samples] == [(ids(0, 1)[0], -0.75), (ids(0, 2)[0], 0.0)]
+    step = build_step([prepared], MOMENT, OPTIONS, 1)
+    assert step.discarded == prepared.discarded
+    assert step.trained == ids(0, 1, 2)
+    (microbatch,) = step.microbatches
+    assert microbatch.rollouts == tuple(ids(0, 1, 2))
+    assert microbatch.advantages.tolist() == [0, -0.75, 0, 0]
     prepared = prepare(made, replace(OPTIONS, mask_cut=True))
     assert prepared.discarded == [(ids(0, 0)[0], OVERLONG), (ids(0, 1)[0], CUT)]
 
@@ -144,28 +130,90 @@ def test_equal_groups_are_dropped_where_asked():
 
 
 @pytest.mark.parametrize(
-    ("versions", "lineage", "forks", "reason"),
+    ("versions", "lineage", "forks", "reasons"),
     [
-        ([(0, 0)], 0, {}, TOO_OLD),  # lag 5 - 1 - 0 = 4 > 3
-        ([(0, 1)], 0, {}, None),
-        ([(0, 1), (0, 0)], 0, {}, TOO_OLD),
-        ([(0, 3), (1, 4)], 1, {1: 3}, None),  # an ancestor and its descendant
-        ([(0, 4)], 1, {1: 3}, ABANDONED),  # made after the fork
-        ([(1, 4)], 0, {}, ABANDONED),
+        ([(0, 0)], 0, {}, (TOO_OLD, TOO_OLD, None)),  # lag 5 - 1 - 0 = 4 > 3
+        ([(0, 1)], 0, {}, (None, None, None)),
+        ([(0, 1), (0, 0)], 0, {}, (TOO_OLD, None, None)),
+        ([(0, 3), (1, 4)], 1, {1: 3}, (None, None, None)),  # an ancestor and its descendant
+        ([(0, 4)], 1, {1: 3}, (ABANDONED, ABANDONED, ABANDONED)),  # made after the fork
+        ([(1, 4)], 0, {}, (ABANDONED, ABANDONED, ABANDONED)),
     ],
 )
-def test_a_group_is_as_old_as_its_oldest_token(versions, lineage, forks, reason):
-    assert refusal(frozenset(Version(*v) for v in versions), Moment(5, lineage, forks, 3)) == reason
+def test_a_group_is_as_old_as_its_oldest_token_or_its_newest_where_the_old_are_masked(versions, lineage, forks, reasons):
+    found = tuple(
+        refusal(frozenset(Version(*v) for v in versions), max(v[1] for v in versions), Moment(5, lineage, forks, 3), too_old)
+        for too_old in ("drop", "mask", "train")
+    )
+    assert found == reasons
 
 
 def test_tokens_from_the_future_are_an_error():
     with pytest.raises(ValueError, match="version 0:5 for step 5"):
-        refusal(frozenset([Version(0, 5)]), MOMENT)
+        refusal(frozenset([Version(0, 5)]), 5, MOMENT, "drop")
 
 
-def test_versions_that_sampled_nothing_do_not_count():
-    made = group(([turn([1], [11], ((0, 0), (4, None)))], 1.0))
-    assert versions_of(made) == {Version(0, 4)}
+def test_versions_that_sampled_nothing_or_nothing_that_trains_do_not_count():
+    made = prepare(group(([turn([1], [11], ((0, 0), (4, None)))], 1.0)), OPTIONS)
+    assert (made.versions, made.newest) == ({Version(0, 4)}, 4)
+    # the one token of version 4 is the first of its sequence
+    made = prepare(group(([turn([], [11, 12], ((4, 1), (2, None)))], 1.0)), OPTIONS)
+    assert (made.versions, made.newest) == ({Version(0, 4), Version(0, 2)}, 2)
+
+
+TWO_AGES = [
+    ([turn([1], [11, 12, 13], ((0, 2), (4, None)))], 1.0),  # at step 5 with a limit of 3: two tokens too old, one not
+    ([turn([1], [14, 15], ((0, None),))], 0.0),  # all too old
+    ([turn([1], [16], ((3, None),)), turn([9], [17], ((0, None),))], 0.0),  # the second sequence is too old
+]
+
+
+def test_tokens_that_are_too_old_are_masked():
+    options = replace(OPTIONS, too_old="mask")
+    step = build_step([prepare(group(*TWO_AGES), options)], Moment(5, 0, {}, 3), options, 1)
+    assert step.discarded == [(i, TOO_OLD) for i in ids(0, 1)]
+    assert step.trained == ids(0, 0, 2)
+    (microbatch,) = step.microbatches
+    assert microbatch.tokens.tolist() == [1, 11, 12, 13, 1, 16]
+    assert microbatch.loss_weights.tolist() == [0, 0, 0, 1, 0, 1]
+    assert microbatch.lags.tolist() == [-1, -1, -1, 0, -1, 1]
+    assert microbatch.advantages.tolist() == [0, 0, 0, 1, 0, -0.5]  # of all three rewards
+    assert (step.facts.denominator, step.facts.trained_tokens, step.facts.samples) == (2.0, 2, 2)
+    assert (step.metrics["lag_max"], step.metrics["too_old_tokens"]) == (1.0, 2.0)
+    options = replace(options, token_weight="sample")
+    (microbatch,) = build_step([prepare(group(*TWO_AGES), options)], Moment(5, 0, {}, 3), options, 1).microbatches
+    assert microbatch.loss_weights.tolist() == [0, 0, 0, 1, 0, 1]
+
+
+def test_tokens_that_are_too_old_train_with_their_lag_where_asked():
+    options = replace(OPTIONS, too_old="train")
+    step = build_step([prepare(group(*TWO_AGES), options)], Moment(5, 0, {}, 3), options, 1)
+    assert step.discarded == []
+    assert step.facts.trained_tokens == 7
+    (microbatch,) = step.microbatches
+    assert microbatch.lags.tolist() == [-1, 4, 4, 0, -1, 4, 4, -1, 1, -1, 4]
+    assert (step.metrics["lag_max"], step.metrics["too_old_tokens"]) == (4.0, 5.0)
+
+
+def test_every_turn_carries_its_own_advantage():
+    options = replace(OPTIONS, baseline="turn")
+    made = group(
+        ([turn([1], [11]), turn([1, 11, 2], [12, 13])], 4.0),
+        ([turn([1], [14])], 1.0),
+        ([turn([1], [15]), turn([8], [16])], 1.0),
+    )
+    (microbatch,) = build_step([prepare(made, options)], MOMENT, options, 1).microbatches
+    # turn 0: 4 against (1 + 1) / 2, 1 against (4 + 1) / 2; turn 1: 4 against 1
+    assert microbatch.tokens.tolist() == [1, 11, 2, 12, 13, 1, 14, 1, 15, 8, 16]
+    assert microbatch.advantages.tolist() == [0, 3, 0, 3, 3, 0, -1.5, 0, -1.5, 0, -3]
+
+
+def test_partial_groups_compare_the_rollouts_that_they_have():
+    made = group(([turn([1], [11])], 1.0), ([turn([1], [12])], 0.0), numbers=(1, 6))
+    step = build_step([prepare(made, OPTIONS)], MOMENT, OPTIONS, 1)
+    assert step.trained == ids(0, 1, 6)
+    assert step.microbatches[0].rollouts == tuple(ids(0, 1, 6))
+    assert step.microbatches[0].advantages.tolist() == [0, 1, 0, -1]
 
 
 @pytest.mark.parametrize("weight", ["token", "sample"])

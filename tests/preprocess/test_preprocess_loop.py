@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from prl.flow.versions import Version
 from prl.orchestrator.options import RunOptions
 from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
 from prl.orchestrator.steps import StepDesk
+from prl.preprocess.builder import Builder, BuilderSettings, Workshop
 from prl.preprocess.loop import preprocess
 from prl.preprocess.options import PreprocessOptions
 from prl.runfolder.paths import RunFolder
@@ -33,7 +36,7 @@ STEPS = 6
 class World:
     """An orchestrator's desks around one preprocessor."""
 
-    def __init__(self, folder: Path, order: str) -> None:
+    def __init__(self, folder: Path, order: str, **options) -> None:
         self.run = RunFolder(folder)
         self.run.create()
         trainer = {"role": "trainer", "index": 0}
@@ -41,7 +44,7 @@ class World:
         self.run.plan(1).write_text(json.dumps({"children": [trainer, {"role": "actor", "index": 0}]}))
         self.config = Config(
             run=RunOptions(name="run", steps=STEPS, groups_per_step=2, rollouts_per_group=2, max_lag=1, order=order),
-            preprocess=PreprocessOptions(pack_tokens=16, drop_equal_groups=True),
+            preprocess=PreprocessOptions(pack_tokens=16, drop_equal_groups=True, **options),
         )
         self.dispatcher = Dispatcher(
             DispatcherSettings(weights={"d": 1.0}, steps=STEPS, groups_per_step=2, rollouts_per_group=2, max_lag=1)
@@ -145,9 +148,13 @@ async def run_world(world: World) -> None:
     world.ledger.close()
 
 
-@pytest.mark.parametrize("order", ["arrival", "dispatch"])
-def test_every_rollout_ends_once_in_six_steps(tmp_path, order):
-    world = World(tmp_path / "run", order)
+@pytest.mark.parametrize(
+    ("order", "options"),
+    [("arrival", {}), ("dispatch", {}), ("dispatch", {"memory_mib": 0}), ("arrival", {"processes": 2})],
+    ids=["arrival", "dispatch", "read again", "two workers"],
+)
+def test_every_rollout_ends_once_in_six_steps(tmp_path, order, options):
+    world = World(tmp_path / "run", order, **options)
     asyncio.run(run_world(world))
     assert world.failed == []
     assert list(find_steps(world.run.steps)) == list(range(1, STEPS + 1))
@@ -168,5 +175,53 @@ def test_every_rollout_ends_once_in_six_steps(tmp_path, order):
         groups = [e.rollout.group for e in trained]
         assert groups == sorted(groups)
     assert len(world.metrics) == STEPS
-    assert all(m["lag_max"] <= 1 and m["reward_mean"] == 0.5 and m["preprocess_s"] > 0 for m in world.metrics)
-    assert world.metrics[-1]["unreadable_files"] == 1
+    for metrics in world.metrics:
+        assert metrics["lag_max"] <= 1
+        assert metrics["reward_mean"] == 0.5
+        assert metrics["too_old_tokens"] == 0
+        parts = [metrics[name] for name in ("read_s", "build_s", "publish_s")]
+        assert min(parts) > 0
+        assert metrics["ready_s"] > parts[2]
+        assert metrics["held_back_s"] >= 0
+    assert world.metrics[-1]["quarantined_files"] == 1
+    assert sum(m["dropped_all_equal"] for m in world.metrics) == 2
+
+
+def test_an_entry_that_cannot_be_read_when_its_step_is_built_is_sampled_again(tmp_path, monkeypatch):
+    """The first entry was good when it came; then its disk fails. Step 1 is undone, and its other group trains later."""
+    world = World(tmp_path / "run", "dispatch", memory_mib=0)
+    read, spoiled = Builder.build, []
+
+    def spoil_and_build(self, order, sequence):
+        if not spoiled:
+            spoiled.append(order.members[0].entry.name)
+            (world.run.path / spoiled[0]).write_bytes(b"gone")
+        return read(self, order, sequence)
+
+    monkeypatch.setattr(Builder, "build", spoil_and_build)
+    asyncio.run(run_world(world))
+    assert world.failed == []
+    events = list(ledger_events(read_ledger(world.run.ledgers)))
+    assert Counter(e.rollout for e in events if e.kind == "issued") == Counter(e.rollout for e in events if e.kind != "issued")
+    assert Counter(e.reason for e in events if e.kind == "issued_again") == {"rollout file unreadable": 4}
+    groups = [e.rollout.group for e in events if e.kind == "trained"]
+    assert groups == sorted(groups)
+    assert world.metrics[-1]["quarantined_files"] == 2
+
+
+def test_a_dead_worker_is_an_error_in_words(tmp_path):
+    settings = BuilderSettings(str(tmp_path), "run", 1, PreprocessOptions(), StreamsOptions(), 1)
+    workshop = Workshop(settings, 2)
+
+    async def lose_a_worker() -> None:
+        with pytest.raises(KeyError):
+            await workshop.publish(3)  # nothing is built: an error of this one step
+        (pid,) = workshop._workers[1]._processes
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"worker 1 of the preprocessor died at step 3: .*preprocess.processes = 2"):
+            await workshop.publish(3)
+
+    try:
+        asyncio.run(lose_a_worker())
+    finally:
+        workshop.close()
