@@ -3,6 +3,8 @@
 prl-submit configs/quickstart.yaml               this machine, with live progress
 prl-submit configs/quickstart.yaml --nodes 3     one heterogeneous Slurm job
 prl-submit --resume runs/quickstart              go on from the latest checkpoint
+prl-submit configs/quickstart.yaml --replay runs/quickstart --set run.folder=runs/again run.steps=10
+                                                 train on that run's step files, without samplers
 """
 
 import argparse
@@ -86,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume", metavar="RUN", help="run folder to go on with, from its latest checkpoint and with its own configuration"
     )
+    parser.add_argument(
+        "--replay",
+        metavar="RUN",
+        help="run folder whose step files are trained on again, by trainers alone (needs streams.keep: all)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and the batch script; write and send nothing")
     parser.add_argument("--wait", action="store_true", help="follow a Slurm job to its end (default: return after submission)")
     parser.add_argument("--options", action="store_true", help="list every configuration key with help and default")
@@ -96,6 +103,8 @@ def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
     """The configuration with all overrides and absolute paths, and the run's folder."""
     if options.resume is not None:
         folder = RunFolder(Path(options.resume).absolute())
+        if options.replay is not None:
+            raise ConfigError("--resume goes on with a run, --replay begins one; leave out one of them")
         if options.config is not None:
             raise ConfigError(f"--resume takes the configuration from the run itself; leave out {options.config}")
         if not folder.config.is_file():
@@ -121,6 +130,8 @@ def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path}: is no regular file; name a YAML file, e.g. configs/quickstart.yaml")
         config = load(path, options.set)
+    if options.replay is not None:
+        config = replace(config, run={"replay": str(Path(options.replay).absolute())})
     if options.nodes is not None:
         config = replace(config, cluster={"nodes": options.nodes})
     config = resolve_paths(config, Path.cwd())
@@ -130,10 +141,11 @@ def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
 def _check(config: Config, *, resume: bool) -> None:
     """Raises ConfigError with every problem found; prints warnings."""
     from prl.domains.registry import domain_problems
+    from prl.orchestrator.replay import replay_problems
 
     for warning in check(config, resume=resume):
         print(f"prl-submit: warning: {warning}", file=sys.stderr)
-    problems = domain_problems(config)
+    problems = [*domain_problems(config), *(replay_problems(config) if config.run.replay else ())]
     if config.cluster.nodes is None:
         problems += _port_problems()
     if problems:

@@ -104,19 +104,25 @@ def _split_by_device(config: Config, nodes: int | None) -> Split:
     if ranks < 1 or ranks % tensor_parallel:
         raise _not_a_multiple(ranks, tensor_parallel)
     gpus = cluster.gpus_per_node
-    if gpus and ranks + config.sample.tensor_parallel > gpus:
+    if gpus and config.run.replay and ranks > gpus:
+        raise ConfigError(
+            f"cluster.gpus_per_node = {gpus}: {ranks} to train; lower train.tensor_parallel or cluster.train_devices"
+        )
+    if gpus and not config.run.replay and ranks + config.sample.tensor_parallel > gpus:
         raise ConfigError(
             f"cluster.gpus_per_node = {gpus}: {ranks} to train and {config.sample.tensor_parallel} for one sampler "
             f"(sample.tensor_parallel) do not fit on one node; lower train.tensor_parallel, cluster.train_devices or "
             f"sample.tensor_parallel, or ask for 2 nodes"
         )
     trainer_devices = tuple(range(ranks)) if gpus else ()
-    replica_devices = _replica_devices(config, first=ranks)
+    replica_devices = () if config.run.replay else _replica_devices(config, first=ranks)
     share = NodeShare(ranks, trainer_devices, len(replica_devices), replica_devices)
     return _result(config, "local" if nodes is None else "plain", (Component("all", 1, share),))
 
 
 def _split_by_node(config: Config, nodes: int) -> Split:
+    if config.run.replay:
+        raise ConfigError(f"cluster.nodes = {nodes}: a replay needs no samplers and runs on one node; set it to 1 or null")
     cluster, tensor_parallel, gpus = config.cluster, config.train.tensor_parallel, config.cluster.gpus_per_node
     if not 1 <= cluster.train_nodes < nodes:
         raise ConfigError(

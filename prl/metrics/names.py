@@ -6,7 +6,7 @@ kind        written by                     step  values                     labe
 step        orchestrator, once a step      k     train/*, data/*, weights/*
 weights     orchestrator, once a commit    v     weights/*
 evaluation  orchestrator, once a version   v     eval/*                     domain
-checkpoint  orchestrator                   k     -
+checkpoint  orchestrator                   k     streams/*
 phase       orchestrator (and prl-submit)  -     -                          name: what begins at the event's time
 usage       orchestrator or node agent     -     usage/*, cumulative        role, process: whom it speaks of
 scalars     anyone, at any time            any   anything
@@ -22,17 +22,30 @@ train/ (the trainer)
     step_s                     from one step's end to the next one's
     wait_s, send_s             of it: waiting for a step file; gathering and sending weights
 data/ (the preprocessor)
-    reward_mean, reward_std    of the trained rollouts
+    reward_mean, reward_std    of the step's groups, rollouts that are left out included
+    groups_all_equal           groups whose rewards are all equal: 0 to 1
     rollouts                   trained rollouts
     output_tokens_mean         tokens of an answer
     cut_share                  rollouts that ended at the token limit: 0 to 1
     mixed_version_share        rollouts sampled by more than one version: 0 to 1
+    lag_mean, lag_max          over trained tokens, in optimizer steps
+    too_old_tokens             over the lag limit, masked or trained (preprocess.too_old)
+    pack_waste                 of the micro-batches' room: 0 to 1
+    rank_tokens_max_over_mean  tokens of the fullest trainer rank to the mean of all
+    ready_s                    from the announcement of the step's last rollout to the step file readable; where the trainer was
+                               more than a step behind until later, from then
+    read_s, build_s, publish_s of it: reading the last rollouts, building the step, the filesystem's own time
+    held_back_s                before that: waiting for the trainer
+    dropped_<why>              rollouts since the step before: too_old, abandoned, all_equal, cut, overlong, empty
+    quarantined_files          rollout files that could not be read, so far
 weights/ (orchestrator and samplers)
     pause_s                    longest time for which a sampler stood still for this version
     receive_s                  longest time from the armed receiver to the verified version
     gap_s                      longest time between two tokens of one sequence around the update
     send_s, commit_s, update_s the trainer's sending; pause and copy at all samplers; from the armed receivers to the end
     bytes                      bytes sent
+streams/ (the orchestrator)
+    reclaimed_files, reclaimed_bytes, reclaim_failures  files deleted behind checkpoints of this attempt, so far
 eval/ (actors)
     reward_mean, reward_std    over the held-out problems of one domain
     problems                   how many

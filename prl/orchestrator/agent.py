@@ -94,7 +94,7 @@ async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, con
     split = make_split(config)
     start = find_start(run, config)
     plan = bind(config, split, allocation, attempt, free_port(allocation.master_address), start.resume)
-    publish_json(run.plan(attempt), {**plan.to_json(), "lineage": start.resume.lineage})
+    publish_json(run.plan(attempt), {**plan.to_json(), "lineage": start.resume.lineage, "forks": start.forks})
     token = read_token(run.token)
     orchestrator = Orchestrator(run, config, plan, start, token)
     loop = asyncio.get_running_loop()

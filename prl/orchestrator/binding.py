@@ -1,6 +1,6 @@
 """Binding of the plan: which process runs on which of the nodes that the job was given."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,14 +67,21 @@ def bind(config: Config, split: Split, allocation: Allocation, attempt: int, mas
                 replica += 1
             if part.node.replicas:
                 sampling.append(node)
+    if not config.run.replay:
+        children += _around_samplers(config, sampling)
+    return Plan(attempt, tuple(nodes), tuple(children))
+
+
+def _around_samplers(config: Config, sampling: Sequence[int]) -> list[ChildPlan]:
+    """What turns samples into steps; `sampling` are the nodes with samplers."""
     one_thread = _devices((), 1)
-    children.append(ChildPlan("preprocess", 0, 0, (), one_thread))
+    children = [ChildPlan("preprocess", 0, 0, (), one_thread)]
     children += [
         ChildPlan("actor", index, sampling[index % len(sampling)], (), one_thread) for index in range(config.actor.processes)
     ]
     if config.verifier.processes:
         children.append(ChildPlan("verifier", 0, sampling[0], (), one_thread, serves=True))
-    return Plan(attempt, tuple(nodes), tuple(children))
+    return children
 
 
 def _devices(devices: tuple[int, ...], threads: int) -> dict[str, str]:

@@ -39,8 +39,8 @@ class Journal:
         labels = {name: str(body[name]) for name in ("version_start", "version_end")}
         self._metrics.write(values, step=evaluation.step, kind=names.EVALUATION, labels={"domain": evaluation.domain, **labels})
 
-    def checkpointed(self, step: int) -> None:
-        self._metrics.write({}, step=step, kind=names.CHECKPOINT)
+    def checkpointed(self, step: int, values: Mapping[str, float]) -> None:
+        self._metrics.write(values, step=step, kind=names.CHECKPOINT)
 
     async def feed_tensorboard(self) -> None:
         """Keep TensorBoard's file up to date, until cancelled."""

@@ -15,6 +15,7 @@ from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.journal import Journal
 from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, Outcome, conclude
+from prl.orchestrator.reclaim import Reclaimer
 from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
 from prl.orchestrator.steps import StepDesk
@@ -57,6 +58,7 @@ class Orchestrator:
             facts=self._facts_for_actors,
             hungry=lambda: self._steps.hungry,
             on_evaluation=self._evaluated,
+            on_announced=self._announced,
         )
         self._steps = StepDesk(
             self._dispatcher,
@@ -94,6 +96,8 @@ class Orchestrator:
             on_fail=self._failed,
         )
         self._journal = Journal(run, plan.attempt, config.metrics)
+        self._reclaimer = Reclaimer(run, plan.attempt)
+        self._reclaims = config.streams.keep == "needed" and config.streams.backend == "folder"
 
     async def serve(self, host: str) -> str:
         """Open the control plane and say where it is."""
@@ -135,11 +139,12 @@ class Orchestrator:
         if await self._causes.wait(lambda: expected <= self._joined_keys(), control.start_s, lambda: self._missing(expected)):
             samplers = self._server.of_role("sampler")
             self._updater.set_replicas([Replica(m.index, m.facts["url"], int(m.facts.get("workers", 1))) for m in samplers])
-            self._set_problems()
+            if not self._config.run.replay:
+                self._set_problems()
             await self._record(self._start.reissued)
             self._journal.phase("seeding")
             deadline_s = self._config.weights.group_s + self._config.weights.update_s
-            if await self._causes.wait(
+            if self._config.run.replay or await self._causes.wait(
                 lambda: self._updater.current is not None, deadline_s, lambda: "the first version at all samplers"
             ):
                 self._journal.phase("running")
@@ -300,10 +305,10 @@ class Orchestrator:
     # Progress
 
     async def _offer_version(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        """In conventional mode samplers get the first version and those that end a generation."""
+        """In conventional mode samplers get the first version and those that end a generation; a replay has none."""
         run, step = self._config.run, int(body["step"])
         inside = run.mode == "conventional" and step % run.steps_per_generation and step != run.steps
-        if inside and self._updater.current is not None:
+        if run.replay or (inside and self._updater.current is not None):
             return {"epoch": int(body["epoch"]), "world_size": 0, "send": False}
         return await self._updater.offer(body)
 
@@ -334,6 +339,10 @@ class Orchestrator:
         every = self._config.train.checkpoint_every_steps
         return bool(every) and step % every == 0
 
+    def _announced(self, announcement: Mapping[str, Any]) -> None:
+        if self._reclaims:
+            self._reclaimer.announced(announcement)
+
     async def _checkpoint(self, step: int) -> None:
         """The trainer's files of a checkpoint are durable: the manifest makes it count."""
         state, reached = self._dispatcher.state(), self._stop_rule.reached
@@ -349,4 +358,6 @@ class Orchestrator:
             "evaluations_reached": reached,
         }
         await asyncio.to_thread(publish_json, self._run.checkpoint(step) / "manifest.json", manifest)
-        self._journal.checkpointed(step)
+        if self._reclaims:
+            await asyncio.to_thread(self._reclaimer.reclaim, step, state)
+        self._journal.checkpointed(step, self._reclaimer.metrics())

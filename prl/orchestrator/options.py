@@ -10,6 +10,9 @@ from prl.config.bounds import Above, AtLeast
 class RunOptions:
     name: Annotated[str, "name of the run; also the Slurm job's name"] = "prl"
     folder: Annotated[str, "run folder on the shared filesystem; default: runs/<name>"] = ""
+    replay: Annotated[
+        str, "run folder whose step files are trained on, without samplers and actors; what prl-submit --replay sets"
+    ] = ""
     seed: Annotated[int, "governs initial weights and problem order", AtLeast(0)] = 1
     steps: Annotated[int, "optimizer steps to train", AtLeast(1)] = 100
     mode: Annotated[

@@ -8,6 +8,7 @@ from prl.config.schema import Config
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.events import LedgerEvent
 from prl.orchestrator.binding import Resume
+from prl.orchestrator.replay import replayed_steps
 from prl.orchestrator.steps import StepEntry
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import ledger_events, read_ledger
@@ -36,7 +37,8 @@ def find_start(run: RunFolder, config: Config) -> Start:
     if not manifests:
         if earlier:
             raise ResumeError(f"{run}: this run has begun before and left no checkpoint to go on from; submit it anew")
-        return Start(Resume(0, 0, None), {}, Dispatcher(settings), (), 0, ())
+        waiting = replayed_steps(config, 0) if config.run.replay else []
+        return Start(Resume(0, 0, None), {}, Dispatcher(settings), waiting, 0, ())
     step, path = manifests[-1]
     manifest = json.loads(path.read_text())
     counted = int(manifest["dispatcher"]["events"])
@@ -47,7 +49,7 @@ def find_start(run: RunFolder, config: Config) -> Start:
     lineage = _last_lineage(run) + 1
     forks = {int(key): int(value) for key, value in manifest["forks"].items()}
     forks |= dict.fromkeys(range(int(manifest["lineage"]) + 1, lineage + 1), step)  # also of attempts that left nothing
-    waiting = _steps_behind(run, step, earlier)
+    waiting = replayed_steps(config, step) if config.run.replay else _steps_behind(run, step, earlier)
     in_files = {rollout for entry in waiting for rollout in entry.trained}
     keep = {rollout.group for rollout in in_files}
     left_out = [e.rollout for e in earlier if e.kind == "issued" and e.rollout.group in keep and e.rollout not in in_files]

@@ -1,0 +1,95 @@
+"""Deletion of stream files that nobody can need any more, behind the newest durable checkpoint.
+
+A resume from that checkpoint needs the step files behind it and the rollouts of groups that were in flight when it was made.
+So there are deleted: step files up to its step, and rollout files all of whose groups had ended by then; but never the last
+file of a folder, from which whoever writes there learns its next sequence number, and never the ledger. What is deleted is
+recorded first, so that an audit can tell it from what was lost.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.reclaim import Reclaimed, record_reclaimed
+from prl.streams.files import StreamError, StreamFile, list_published, open_arrow, read_checked
+from prl.streams.rollouts import KIND, SCHEMA
+
+Pairs = tuple[tuple[int, int], ...]  # of group and issue
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Reclaimer:
+    """`files` and `bytes` count what was deleted in this attempt, `failures` the files that could not be."""
+
+    run: RunFolder
+    attempt: int
+    files: int = 0
+    bytes: int = 0
+    failures: int = 0
+
+    def __post_init__(self) -> None:
+        self._groups: dict[str, Pairs] = {}  # of rollout files that are still there, by path in the run folder
+
+    def announced(self, announcement: Mapping[str, Any]) -> None:
+        """Learn what lies in a rollout file of this attempt."""
+        groups = announcement["groups"]
+        self._groups[str(announcement["path"])] = tuple((int(g["group"]), int(g["issue"])) for g in groups)
+
+    def reclaim(self, step: int, state: Mapping[str, Any]) -> None:
+        """Delete what lies behind the durable checkpoint of `step`; `state` is the dispatcher's in its manifest. Whatever fails
+        is logged and counted, and tried again next time."""
+        in_flight = frozenset((int(group), int(facts["issue"])) for group, facts in state["groups"].items())
+        try:
+            files = [*self._steps(step), *self._rollouts(in_flight)]
+            if files:
+                record_reclaimed(self.run, files)
+        except (OSError, StreamError) as error:
+            log.warning("nothing was reclaimed behind step %d: %s", step, error)
+            self.failures += 1
+            return
+        for file in files:
+            try:
+                (self.run.path / file.path).unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s could not be deleted: %s", file.path, error)
+                self.failures += 1
+                continue
+            self._groups.pop(file.path, None)
+            self.files += 1
+            self.bytes += file.bytes
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "streams/reclaimed_files": float(self.files),
+            "streams/reclaimed_bytes": float(self.bytes),
+            "streams/reclaim_failures": float(self.failures),
+        }
+
+    def _steps(self, step: int) -> Iterator[Reclaimed]:
+        for stem, file in list_published(self.run.steps)[:-1]:
+            number = stem.removeprefix("step_")
+            if number.isdigit() and int(number) <= step:
+                yield Reclaimed("step", self._name(file), file.bytes, file.checksum, step=int(number))
+
+    def _rollouts(self, in_flight: frozenset[tuple[int, int]]) -> Iterator[Reclaimed]:
+        for writer in sorted(path for path in self.run.rollouts.iterdir() if path.is_dir()):
+            for _, file in list_published(writer)[:-1]:
+                name = self._name(file)
+                if name not in self._groups and file.attempt < self.attempt:
+                    self._groups[name] = _groups_in(file)
+                groups = self._groups.get(name)  # None: not announced yet
+                if groups is not None and in_flight.isdisjoint(groups):
+                    yield Reclaimed("rollouts", name, file.bytes, file.checksum, groups)
+
+    def _name(self, file: StreamFile) -> str:
+        return file.path.relative_to(self.run.path).as_posix()
+
+
+def _groups_in(file: StreamFile) -> Pairs:
+    """What an earlier attempt's file holds. Raises StreamError."""
+    batches, _ = open_arrow(file.path, read_checked(file.path, file.bytes, file.checksum), KIND, SCHEMA, None)
+    pairs = [zip(*(batch.column(name).to_pylist() for name in ("group_id", "issue")), strict=True) for batch in batches]
+    return tuple(dict.fromkeys((int(group), int(issue)) for found in pairs for group, issue in found))

@@ -1,0 +1,62 @@
+"""Replay: a run that trains on the step files of another one, with trainers alone."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from prl.config.load import ConfigError, load
+from prl.config.schema import Config
+from prl.orchestrator.steps import StepEntry
+from prl.runfolder.paths import RunFolder
+from prl.streams.steps import find_steps
+
+
+def replayed_steps(config: Config, after: int) -> list[StepEntry]:
+    """The step files after+1, ..., run.steps of the run that is replayed. Their rollouts belong to that run: none has an end in
+    this one. Raises ConfigError where a file is missing."""
+    found = find_steps(RunFolder(config.run.replay).steps)
+    entries = []
+    for step in range(after + 1, config.run.steps + 1):
+        if step not in found:
+            raise ConfigError(_missing(config, set(found)))
+        file = found[step]
+        entries.append(
+            StepEntry({"step": step, "path": str(file.path), "bytes": file.bytes, "checksum": file.checksum}, trained=())
+        )
+    return entries
+
+
+def replay_problems(config: Config) -> Iterator[str]:
+    """Why the run that run.replay names cannot be replayed with this configuration."""
+    run = RunFolder(config.run.replay)
+    if not run.config.is_file():
+        yield f"run.replay = {run}: no run lies there (no {run.config})"
+        return
+    try:
+        original = load(run.config)
+    except ConfigError as error:
+        yield f"run.replay = {run}: its configuration cannot be read: {error}"
+        return
+    theirs, ours = asdict(original.model), asdict(config.model)
+    for key in (key for key in ours if theirs[key] != ours[key]):
+        yield f"model.{key} = {ours[key]}: run.replay = {run} was trained with {theirs[key]}; a replay trains the same model"
+    if config.model.init == "random" and original.run.seed != config.run.seed:
+        yield (
+            f"run.seed = {config.run.seed}: draws the initial weights, and run.replay = {run} began with those of seed "
+            f"{original.run.seed}; set it to that"
+        )
+    found = set(find_steps(run.steps))
+    if not set(range(1, config.run.steps + 1)) <= found:
+        yield _missing(config, found)
+
+
+def _missing(config: Config, found: set[int]) -> str:
+    run = Path(config.run.replay)
+    first = next(step for step in range(1, config.run.steps + 2) if step not in found)
+    if first > 1:
+        return (
+            f"run.steps = {config.run.steps}: run.replay = {run} has the step files 1 to {first - 1}; set at most "
+            f"run.steps={first - 1}"
+        )
+    deleted = ", which were deleted behind its checkpoints (streams.keep: needed)" if RunFolder(run).reclaimed.exists() else ""
+    return f"run.replay = {run}: has no step file 1{deleted}; a run is replayed from its step files: give it streams.keep: all"

@@ -1,0 +1,384 @@
+"""The audit of a run: does every rollout id that was issued have exactly one end, and do the streams' files bear it out?
+
+An id ends by being trained in a step of the surviving lineage, by being discarded, or by being issued again. What an abandoned
+lineage trained does not count: it is trained again from its durable step file, or has another end. Ids without an end are open;
+that is a fault only where the run says of itself that it ended well.
+
+Everything is held in columns: some 60 bytes an event of the ledger and some 50 a rollout; files are read one at a time.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from prl.config.load import ConfigError, load
+from prl.config.schema import Config
+from prl.report.audit_files import RolloutFiles, StepRows, check_age, read_rollout_files, read_step_rows
+from prl.report.audit_ids import Findings, Ids, Int64, pairs_of
+from prl.report.read import ReportError
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.reclaim import Reclaimed, read_reclaimed
+from prl.streams.files import StreamError
+from prl.streams.ledger import read_ledger
+from prl.streams.steps import find_steps
+
+KINDS = ("issued", "trained", "discarded", "issued_again")
+ISSUED, TRAINED, DISCARDED, AGAIN = range(4)
+UNREADABLE = "rollout file unreadable"  # the reason given for groups whose file was damaged
+
+
+@dataclass
+class Audit:
+    """What was counted, and what is wrong."""
+
+    run: str
+    attempts: int
+    ended: str | None  # the newest attempt's outcome; None: it still runs, or was killed
+    steps: int = 0  # of the surviving lineage
+    lineages: int = 0
+    issued: int = 0
+    trained: int = 0
+    trained_again: int = 0  # also trained in a lineage that was abandoned
+    discarded: dict[str, int] = field(default_factory=dict)  # by reason
+    issued_again: dict[str, int] = field(default_factory=dict)
+    open: int = 0
+    rollout_files: int = 0
+    rollouts_read: int = 0
+    step_files: int = 0
+    quarantined_files: int = 0  # damaged rollout files, told apart by the run itself
+    reclaimed_files: int = 0
+    lag_max: int = -1
+    findings: int = 0
+    named: list[dict[str, str]] = field(default_factory=list)  # the first of each kind: what is concerned, what is wrong
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
+
+
+def audit(path: Path | str) -> Audit:
+    """Audit a run, which may still go on. Raises ReportError where it is no run or its configuration cannot be read."""
+    run = RunFolder(path)
+    if not run.config.is_file() or not run.ledgers.is_dir():
+        raise ReportError(f"{path}: no run lies there (it needs config.yaml and streams/ledger)")
+    try:
+        config = load(run.config)
+    except ConfigError as error:
+        raise ReportError(f"{run.config}: {error}") from error
+    attempts = run.attempts()
+    result = Audit(str(run.path.resolve()), len(attempts), _outcome(run, attempts[-1]) if attempts else None)
+    findings = Findings()
+    try:
+        reclaimed = _reclaimed(run)
+        ledger = _Ledger(read_ledger(run.ledgers), _forks(run, attempts), findings)
+    except (StreamError, ValueError) as error:
+        findings.add("", str(error))
+        return _with_findings(result, findings)
+    _count(result, ledger)
+    _check_ids(result, ledger, findings)
+    files = read_rollout_files(run, config.run.name, reclaimed, lambda: _reclaimed(run), ledger.problems, findings)
+    _check_rollout_files(result, run, config, ledger, files, findings)
+    _check_step_files(result, run, config, ledger, files, reclaimed, findings)
+    result.reclaimed_files = len(reclaimed)
+    return _with_findings(result, findings)
+
+
+def _outcome(run: RunFolder, attempt: int) -> str | None:
+    path = run.exit(attempt)
+    try:
+        return str(json.loads(path.read_text())["outcome"]) if path.is_file() else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReportError(f"{path}: does not say how the attempt ended: {error!r}") from error
+
+
+def _forks(run: RunFolder, attempts: Sequence[int]) -> dict[int, int]:
+    """Lineage to the step at which it left the one before, as the attempts' plans say."""
+    forks: dict[int, int] = {}
+    for plan in (run.plan(attempt) for attempt in attempts):
+        if plan.is_file():
+            forks |= {int(lineage): int(step) for lineage, step in json.loads(plan.read_text()).get("forks", {}).items()}
+    return forks
+
+
+def _reclaimed(run: RunFolder) -> dict[str, Reclaimed]:
+    return {file.path: file for file in read_reclaimed(run)}
+
+
+def _with_findings(result: Audit, findings: Findings) -> Audit:
+    result.findings = findings.count
+    result.named = [{"what": what, "wrong": wrong} for what, wrong in findings.named]
+    return result
+
+
+class _Ledger:
+    """The ledger as columns, in the order in which it was recorded, and every issued id with its rows."""
+
+    def __init__(self, table: pa.Table, forks: Mapping[int, int], findings: Findings) -> None:
+        table = table.combine_chunks()
+        column = {name: table.column(name).combine_chunks() for name in table.column_names}
+        plain = {
+            name: column[name].to_numpy(zero_copy_only=False).astype(np.int64)
+            for name in ("group_id", "issue", "rollout", "epoch", "version_lineage", "version_step", "step")
+        }
+        sound = Ids.in_range(plain["group_id"], plain["issue"], plain["rollout"])
+        for row in np.flatnonzero(~sound).tolist():
+            findings.add(f"the ledger's row {row}", "an id beyond all bounds")
+        self.key: Int64 = Ids.keys(plain["group_id"], plain["issue"], plain["rollout"])
+        self.lineage, self.step, version_step = plain["version_lineage"], plain["step"], plain["version_step"]
+        names = column["event"].dictionary.to_pylist()
+        codes = np.array([KINDS.index(name) if name in KINDS else -1 for name in names] or [-1], np.int64)
+        self.kind = codes[column["event"].indices.to_numpy()] if len(table) else np.empty(0, np.int64)
+        self.reasons: list[str] = column["reason"].dictionary.to_pylist()
+        self.reason = column["reason"].indices.to_numpy().astype(np.int64)
+        self.problems = Problems(plain["group_id"], plain["epoch"], column["problem_id"])
+        findings.add_ids(self.key[self.kind < 0], "an event of no known kind")
+        findings.add_ids(self.key[self.problems.strange], "is of another problem or epoch than its group's first row")
+        wrong = (self.kind == TRAINED) & ((version_step != self.step) | (self.step < 1))
+        findings.add_ids(self.key[wrong], "trained in a step that does not make the version beside it")
+
+        self.ids: Int64 = np.unique(self.key[self.kind == ISSUED])
+        self.at: Int64 = np.searchsorted(self.ids, self.key)  # of each row, which id
+        self.known = np.zeros(len(self.key), bool)
+        if len(self.ids):
+            self.at = np.minimum(self.at, len(self.ids) - 1)
+            self.known = self.ids[self.at] == self.key
+        self.survives = self._survives(forks)
+        self.ends = self.survives | (self.kind == DISCARDED) | (self.kind == AGAIN)
+
+    def _survives(self, forks: Mapping[int, int]) -> npt.NDArray[np.bool_]:
+        """Whether a trained row is no later than the step at which each later lineage that trained anything left the one before
+        (`forks`, or the step before its first)."""
+        trained = self.kind == TRAINED
+        limit, limits = np.iinfo(np.int64).max, {}
+        for lineage in np.unique(self.lineage[trained])[::-1].tolist():
+            limits[lineage] = limit
+            first = int(self.step[trained & (self.lineage == lineage)].min())
+            limit = min(limit, forks.get(lineage, first - 1), first - 1)
+        found = np.zeros(len(self.key), bool)
+        for lineage, last in limits.items():
+            found |= trained & (self.lineage == lineage) & (self.step <= last)
+        return found
+
+    def per_id(self, rows: npt.NDArray[np.bool_]) -> Int64:
+        """How many of these rows each issued id has."""
+        return np.bincount(self.at[rows & self.known], minlength=len(self.ids))
+
+    def first_row(self, rows: npt.NDArray[np.bool_]) -> Int64:
+        """The first of these rows that each issued id has; beyond the last row where there is none."""
+        first = np.full(len(self.ids), len(self.key))
+        chosen = np.flatnonzero(rows & self.known)
+        np.minimum.at(first, self.at[chosen], chosen)
+        return first
+
+    def contains(self, keys: Int64) -> npt.NDArray[np.bool_]:
+        """Which of these were issued."""
+        return np.isin(keys, self.ids)
+
+    def tell(self, key: int) -> str:
+        """All that happened to an id."""
+        parts = []
+        for row in np.flatnonzero(self.key == key).tolist():
+            kind = KINDS[self.kind[row]].replace("_", " ")
+            if self.kind[row] == TRAINED:
+                abandoned = "" if self.survives[row] else ", abandoned since"
+                kind += f" in step {self.step[row]} of lineage {self.lineage[row]}{abandoned}"
+            elif self.kind[row] != ISSUED:
+                kind += f" ({self.reasons[self.reason[row]]})"
+            parts.append(kind)
+        return ", ".join(parts)
+
+
+class Problems:
+    """The problem and epoch of every group, as the ledger has them first."""
+
+    def __init__(self, groups: Int64, epochs: Int64, problems: pa.DictionaryArray) -> None:
+        codes = problems.indices.to_numpy().astype(np.int64)
+        self._groups, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
+        self._epochs, self._codes = epochs[first], codes[first]
+        self._names = problems.dictionary
+        self.strange = (self._epochs[inverse] != epochs) | (self._codes[inverse] != codes)
+
+    def strangers(self, groups: Int64, epochs: Int64, problems: pa.Array) -> npt.NDArray[np.bool_]:
+        """Which of these rows speak of another problem or epoch. Groups that the ledger has not are passed over."""
+        if not len(self._groups) or not len(groups):
+            return np.zeros(len(groups), bool)
+        at = np.minimum(np.searchsorted(self._groups, groups), len(self._groups) - 1)
+        known: npt.NDArray[np.bool_] = self._groups[at] == groups
+        names = problems.dictionary if isinstance(problems, pa.DictionaryArray) else None
+        if names is None:
+            problems = problems.dictionary_encode()
+            names = problems.dictionary
+        numbers = {name: number for number, name in enumerate(self._names.to_pylist())}
+        codes = np.array([numbers.get(name, -1) for name in names.to_pylist()], np.int64)[problems.indices.to_numpy()]
+        strange: npt.NDArray[np.bool_] = known & ((codes != self._codes[at]) | (epochs != self._epochs[at]))
+        return strange
+
+
+def _count(result: Audit, ledger: _Ledger) -> None:
+    result.steps = int(ledger.step[ledger.survives].max(initial=0))
+    result.lineages = len(np.unique(ledger.lineage[ledger.kind == TRAINED]))
+    result.issued = len(ledger.ids)
+    result.trained = int((ledger.per_id(ledger.survives) > 0).sum())
+    abandoned = (ledger.kind == TRAINED) & ~ledger.survives
+    result.trained_again = int(((ledger.per_id(ledger.survives) > 0) & (ledger.per_id(abandoned) > 0)).sum())
+    for kind, counts in ((DISCARDED, result.discarded), (AGAIN, result.issued_again)):
+        found = np.bincount(ledger.reason[ledger.kind == kind], minlength=len(ledger.reasons))
+        counts.update({ledger.reasons[code]: int(found[code]) for code in np.argsort(-found).tolist() if found[code]})
+
+
+def _check_ids(result: Audit, ledger: _Ledger, findings: Findings) -> None:
+    """The ledger by itself: every id issued once, ended once, and in the right order."""
+    ids, ends = ledger.ids, ledger.per_id(ledger.ends)
+    findings.add_ids(ids[ledger.per_id(ledger.kind == ISSUED) > 1], "issued twice")
+    stray = ledger.key[(ledger.kind != ISSUED) & ~ledger.known]
+    findings.add_ids(stray, lambda key: f"never issued, but {ledger.tell(key)}")
+    findings.add_ids(ids[ends > 1], lambda key: f"has more than one end: {ledger.tell(key)}")
+    ended_early = ledger.first_row(ledger.kind != ISSUED) < ledger.first_row(ledger.kind == ISSUED)
+    findings.add_ids(ids[ended_early], "ended before it was issued")
+
+    abandoned = (ledger.kind == TRAINED) & ~ledger.survives & ledger.known
+    rows = np.flatnonzero(abandoned)
+    rows = rows[np.lexsort((ledger.lineage[rows], ledger.key[rows]))]
+    twice = (np.diff(ledger.key[rows]) == 0) & (np.diff(ledger.lineage[rows]) == 0)
+    findings.add_ids(ledger.key[rows[1:]][twice], "trained twice in a lineage that was abandoned")
+    _check_repeated(result, ledger, rows, findings)
+    # Trained in an abandoned lineage alone: still to come where the surviving one has not got as far, else lost.
+    furthest = np.zeros(len(ids), np.int64)
+    np.maximum.at(furthest, ledger.at[abandoned], ledger.step[abandoned])
+    lost = (ends == 0) & (furthest > 0) & (furthest <= result.steps)
+    findings.add_ids(ids[lost], lambda key: f"lost with its lineage: {ledger.tell(key)}")
+    still_open = (ends == 0) & ~lost
+    result.open = int(still_open.sum())
+    if result.ended == "done":
+        findings.add_ids(ids[still_open], "has no end, and the run says that it ended well")
+    _check_numbers(result, ledger, findings)
+
+
+def _check_repeated(result: Audit, ledger: _Ledger, abandoned: Int64, findings: Findings) -> None:
+    """A step that was trained before a rollback is trained again as it was. `abandoned` are the rows of the first time."""
+    places = np.unique(np.stack([ledger.lineage[abandoned], ledger.step[abandoned]], axis=1), axis=0)
+    for lineage, step in places[places[:, 1] <= result.steps].tolist():
+        of_step = ledger.step == step
+        before = ledger.key[abandoned[of_step[abandoned] & (ledger.lineage[abandoned] == lineage)]]
+        new = np.setdiff1d(ledger.key[ledger.survives & of_step], before)
+        findings.add_ids(new, f"was trained in step {step}, but not when lineage {lineage} trained it before it was abandoned")
+
+
+def _check_numbers(result: Audit, ledger: _Ledger, findings: Findings) -> None:
+    """Groups, rollouts, issues and steps are numbered without gaps."""
+    pairs, counts = np.unique(pairs_of(ledger.ids), return_counts=True)  # (group, issue)
+    last = np.zeros(len(pairs), np.int64)
+    np.maximum.at(last, np.searchsorted(pairs, pairs_of(ledger.ids)), Ids.rollout(ledger.ids))
+    findings.add_groups(pairs[last + 1 != counts], "some of its rollouts were issued, and some below them were not")
+    ended_again = np.unique(pairs_of(ledger.key[ledger.kind == AGAIN]))
+    early = (Ids.issue_of_pair(pairs) > 0) & ~np.isin(pairs - 1, ended_again)
+    findings.add_groups(pairs[early], "was handed out, but the issue before it was not issued again")
+    groups = np.unique(Ids.group_of_pair(pairs))
+    missing = np.setdiff1d(np.arange(groups.max(initial=-1) + 1), groups)
+    findings.add_groups(missing << Ids.ISSUE_BITS, "was never handed out, but later groups were")
+    for step in np.setdiff1d(np.arange(1, result.steps + 1), ledger.step[ledger.survives]).tolist():
+        findings.add(f"step {step}", "no rollout was trained in it, but in later steps")
+
+
+def _check_rollout_files(
+    result: Audit, run: RunFolder, config: Config, ledger: _Ledger, files: RolloutFiles, findings: Findings
+) -> None:
+    result.rollout_files, result.rollouts_read = len(files.names), len(files.key)
+    stray = files.key[~ledger.contains(files.key)]
+    if len(stray) and result.ended is None:  # a run that goes on: what it has issued since
+        later = _Ledger(read_ledger(run.ledgers), {}, Findings())
+        stray = stray[~later.contains(stray)]
+    findings.add_ids(stray, lambda key: f"lies in {files.where(key)}, but was never issued")
+    keys, counts = np.unique(files.key, return_counts=True)
+    findings.add_ids(keys[counts > 1], lambda key: f"lies in rollout files more than once: {files.where(key)}")
+    if config.streams.backend == "folder":
+        trained = np.unique(ledger.key[ledger.kind == TRAINED])
+        lost = trained[~np.isin(trained, keys) & ~np.isin(pairs_of(trained), files.reclaimed_pairs)]
+        findings.add_ids(lost, lambda key: f"lies in no rollout file, but {ledger.tell(key)}")
+    # A damaged file costs its groups, which the ledger then names: no fault of the run's.
+    unreadable = (ledger.kind != ISSUED) & np.isin(ledger.reason, [n for n, r in enumerate(ledger.reasons) if r == UNREADABLE])
+    quarantined = len(np.unique(pairs_of(ledger.key[unreadable])))
+    aside = len(list(run.quarantine.iterdir())) if run.quarantine.is_dir() else 0
+    result.quarantined_files = aside + min(len(files.damaged), quarantined)
+    if len(files.damaged) > quarantined:
+        for words in files.damaged:
+            findings.add("", words)
+
+
+def _check_step_files(
+    result: Audit,
+    run: RunFolder,
+    config: Config,
+    ledger: _Ledger,
+    files: RolloutFiles,
+    reclaimed: dict[str, Reclaimed],
+    findings: Findings,
+) -> None:
+    """Each step's file against the ledger, both ways, and against the rollouts that are still there."""
+    found = find_steps(run.steps)
+    gone = {file.step for file in reclaimed.values() if file.kind == "step"}
+    order = np.flatnonzero(ledger.survives)
+    order = order[np.argsort(ledger.step[order], kind="stable")]
+    limits = np.searchsorted(ledger.step[order], np.arange(result.steps + 2))
+    for step in sorted({*found, *range(1, result.steps + 1)}):
+        recorded = np.unique(ledger.key[order[limits[step] : limits[step + 1]]]) if step <= result.steps else None
+        if step not in found:
+            if step not in gone and recorded is not None and len(recorded):
+                findings.add(f"step {step}", f"its file is not there; {len(recorded)} rollouts were trained in it")
+            continue
+        rows = read_step_rows(run, config.run.name, step, found[step], ledger.problems, findings)
+        if rows is None:
+            continue
+        result.step_files += 1
+        if recorded is not None:
+            _compare(step, rows, recorded, ledger, findings)
+        result.lag_max = max(result.lag_max, int(rows.lag_max.max(initial=-1)))
+        check_age(config, step, rows, files, findings)
+
+
+def _compare(step: int, rows: StepRows, recorded: Int64, ledger: _Ledger, findings: Findings) -> None:
+    only_file, only_ledger = np.setdiff1d(rows.key, recorded), np.setdiff1d(recorded, rows.key)
+    findings.add_ids(
+        only_file, lambda key: f"lies in the file of step {step}; the ledger says: {ledger.tell(key) or 'nothing'}"
+    )
+    findings.add_ids(only_ledger, f"was trained in step {step}, but is not in its file")
+
+
+def render(result: Audit) -> str:
+    """One screen."""
+    ended = "still going on, or killed" if result.ended is None else f"ended: {result.ended}"
+    lines = [
+        f"audit of {result.run}: {_many(result.attempts, 'attempt')}, {ended}",
+        f"  issued        {result.issued:>12,}  rollouts",
+        f"  trained       {result.trained:>12,}  in {_many(result.steps, 'step')} of {_many(result.lineages, 'lineage')}"
+        + (f"; {result.trained_again:,} of them in an abandoned lineage before" if result.trained_again else ""),
+        f"  discarded     {sum(result.discarded.values()):>12,}  {_reasons(result.discarded)}",
+        f"  issued again  {sum(result.issued_again.values()):>12,}  {_reasons(result.issued_again)}",
+        f"  open          {result.open:>12,}",
+        f"  files         {result.rollout_files:>12,}  of rollouts ({result.rollouts_read:,} rollouts), {result.step_files:,} "
+        f"of steps; {result.reclaimed_files:,} reclaimed, {result.quarantined_files:,} quarantined",
+        f"  greatest lag  {result.lag_max:>12,}",
+    ]
+    lines += [f"  {entry['what']}: {entry['wrong']}" if entry["what"] else f"  {entry['wrong']}" for entry in result.named]
+    if result.findings > len(result.named):
+        lines.append(f"  ... and {result.findings - len(result.named):,} more")
+    lines.append("audit: passed" if result.passed else f"audit: failed, {_many(result.findings, 'finding')}")
+    return "\n".join(lines)
+
+
+def as_json(result: Audit) -> dict[str, Any]:
+    return {**asdict(result), "passed": result.passed}
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())

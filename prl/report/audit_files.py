@@ -1,0 +1,219 @@
+"""The files of both streams as an audit sees them: a few numbers a rollout, read one file at a time."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from prl.config.schema import Config
+from prl.report.audit_ids import Findings, Ids, Int64, pairs_of
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.reclaim import Reclaimed
+from prl.streams import rollouts, steps
+from prl.streams.files import FILE_NAME, Header, StreamError, StreamFile, list_published, open_arrow, read_checked
+
+Bool = npt.NDArray[np.bool_]
+
+
+class Problems(Protocol):
+    """What the ledger says of groups: which of these rows speak of another problem or epoch?"""
+
+    def strangers(self, groups: Int64, epochs: Int64, problems: pa.Array) -> Bool: ...
+
+
+@dataclass
+class RolloutFiles:
+    """All rollouts that lie in files, by key in rising order."""
+
+    names: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)  # what is wrong with files that cannot be read
+    key: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    tokens: Int64 = field(default_factory=lambda: np.empty(0, np.int64))  # sampled ones that can train
+    steps_sum: Int64 = field(default_factory=lambda: np.empty(0, np.int64))  # of their versions' steps
+    steps_min: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    steps_max: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    file: Int64 = field(default_factory=lambda: np.empty(0, np.int64))  # index into `names`
+    reclaimed_pairs: Int64 = field(default_factory=lambda: np.empty(0, np.int64))  # (group, issue) of files deleted on purpose
+
+    def where(self, key: int) -> str:
+        """The files that hold an id."""
+        return ", ".join(self.names[number] for number in self.file[self.key == key].tolist())
+
+
+def read_rollout_files(
+    run: RunFolder,
+    run_name: str,
+    reclaimed: Mapping[str, Reclaimed],
+    reclaimed_by_now: Callable[[], Mapping[str, Reclaimed]],
+    problems: Problems,
+    findings: Findings,
+) -> RolloutFiles:
+    """Every rollout file of every writer, with the numbers of the files checked; `reclaimed_by_now` is asked where a file has
+    gone since it was listed."""
+    result = RolloutFiles()
+    columns: list[list[Int64]] = []
+    for writer in sorted(path for path in run.rollouts.iterdir() if path.is_dir()) if run.rollouts.is_dir() else []:
+        listed = list_published(writer)
+        _check_sequences(writer, [file for _, file in listed], reclaimed, run, findings)
+        for stem, file in listed:
+            name = file.path.relative_to(run.path).as_posix()
+            try:
+                data = read_checked(file.path, file.bytes, file.checksum)
+                batches, header = open_arrow(file.path, data, rollouts.KIND, rollouts.SCHEMA, run_name)
+            except StreamError as error:
+                if file.path.exists() or name not in (reclaimed := reclaimed_by_now()):
+                    result.damaged.append(str(error))
+                continue
+            _check_header(name, header, Header(stem, header.run, file.attempt, writer.name, file.sequence), findings)
+            columns += [_rollout_columns(batch, len(result.names), problems, name, findings) for batch in batches]
+            result.names.append(name)
+    if columns:
+        key, tokens, total, low, high, number = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+        order = np.argsort(key, kind="stable")
+        result.key, result.tokens, result.steps_sum = key[order], tokens[order], total[order]
+        result.steps_min, result.steps_max, result.file = low[order], high[order], number[order]
+    gone = [pair for file in reclaimed.values() for pair in file.groups]
+    if gone:
+        groups, issues = np.array(gone, np.int64).T
+        result.reclaimed_pairs = np.unique(pairs_of(Ids.keys(groups, issues, np.zeros_like(groups))))
+    return result
+
+
+def _check_sequences(
+    writer: Path, files: list[StreamFile], reclaimed: Mapping[str, Reclaimed], run: RunFolder, findings: Findings
+) -> None:
+    """A writer numbers its files 0, 1, 2, ... over all attempts."""
+    numbers = np.array([file.sequence for file in files], np.int64)
+    gone = [Path(name) for name in reclaimed if (run.path / name).parent == writer and not (run.path / name).exists()]
+    aside = run.quarantine.glob(f"{writer.name}_{rollouts.KIND}_a*") if run.quarantine.is_dir() else ()
+    matches = [FILE_NAME.fullmatch(path.name) for path in (*gone, *aside)]
+    deleted = np.array([int(match["sequence"]) for match in matches if match], np.int64)
+    held, counts = np.unique(numbers, return_counts=True)
+    for sequence in held[counts > 1].tolist():
+        findings.add(f"{writer.name} file {sequence}", "two files have this sequence number")
+    both = np.union1d(held, deleted)
+    for sequence in np.setdiff1d(np.arange(both.max(initial=-1) + 1), both).tolist():
+        findings.add(f"{writer.name} file {sequence}", "is missing: neither there nor in quarantine nor deleted on purpose")
+    if (np.diff(numbers) < 0).any():
+        findings.add(f"writer {writer.name}", "sequence numbers fell from one attempt to the next")
+
+
+def _check_header(name: str, header: Header, named: Header, findings: Findings) -> None:
+    for part in ("attempt", "writer", "sequence"):
+        if getattr(header, part) != getattr(named, part):
+            findings.add(name, f"its header says {part} {getattr(header, part)}, its name {getattr(named, part)}")
+
+
+def _rollout_columns(batch: pa.RecordBatch, number: int, problems: Problems, name: str, findings: Findings) -> list[Int64]:
+    """[key, tokens, steps_sum, steps_min, steps_max, file] of the rollouts of a batch; turns of one rollout are added up."""
+    group, issue, rollout, epoch, turn = (
+        batch.column(column).to_numpy().astype(np.int64) for column in ("group_id", "issue", "rollout", "epoch", "turn")
+    )
+    if not Ids.in_range(group, issue, rollout).all():
+        findings.add(name, "holds an id beyond all bounds")
+    keys = Ids.keys(group, issue, rollout)
+    strange = problems.strangers(group, epoch, batch.column("problem_id"))
+    findings.add_ids(np.unique(keys[strange]), f"is of another problem or epoch in {name} than in the ledger")
+
+    # Spans of one version each; a first token that follows nothing cannot train.
+    spans, offsets = batch.column("versions").values, batch.column("versions").offsets.to_numpy().astype(np.int64)
+    step, start, end = (spans.field(column).to_numpy().astype(np.int64) for column in ("step", "start", "end"))
+    turn_of = np.repeat(np.arange(batch.num_rows), np.diff(offsets))
+    no_prompt = np.diff(batch.column("prompt_ids").offsets.to_numpy()) == 0
+    length = np.maximum(end - start - ((start == 0) & (end > 0) & no_prompt[turn_of]), 0)
+    # A row whose turn is 0 begins a rollout, so that one that lies there twice is seen twice.
+    begins = np.concatenate(([True], (np.diff(keys) != 0) | (turn[1:] == 0)))[: len(keys)]
+    starts = np.flatnonzero(begins)
+    rollout_of = (np.cumsum(begins) - 1)[turn_of]
+    count = len(starts)
+    low, high = np.full(count, np.iinfo(np.int64).max), np.full(count, -1)
+    some = length > 0
+    np.minimum.at(low, rollout_of[some], step[some])
+    np.maximum.at(high, rollout_of[some], step[some])
+    tokens = np.bincount(rollout_of, length, count).astype(np.int64)
+    total = np.bincount(rollout_of, length * step, count).astype(np.int64)
+    return [keys[starts], tokens, total, low, high, np.full(count, number)]
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rollouts of a step file, by key in rising order."""
+
+    key: Int64
+    tokens: Int64  # trained ones
+    lag_sum: Int64
+    lag_min: Int64
+    lag_max: Int64  # -1: nothing of it trains
+
+
+def read_step_rows(
+    run: RunFolder, run_name: str, step: int, file: StreamFile, problems: Problems, findings: Findings
+) -> StepRows | None:
+    """A step's file; None, with a finding, where it cannot be read or contradicts its own facts."""
+    name = file.path.relative_to(run.path).as_posix()
+    try:
+        data = read_checked(file.path, file.bytes, file.checksum)
+        batches, header = open_arrow(file.path, data, steps.KIND, steps.SCHEMA, run_name)
+        facts = steps.open_step(file.path, data, run_name).facts
+    except StreamError as error:
+        findings.add(f"step {step}", str(error))
+        return None
+    _check_header(name, header, Header(header.kind, header.run, file.attempt, header.writer, file.sequence), findings)
+    parts = [_sequence_columns(batch, problems, name, findings) for batch in batches]
+    keys, tokens, sums, lows, highs = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    weighted = sum(int((batch.column("loss_weights").values.to_numpy() > 0).sum()) for batch in batches)
+    ids, inverse = np.unique(keys, return_inverse=True)
+    if (facts.step, facts.samples, facts.trained_tokens) != (step, len(ids), weighted):
+        findings.add(
+            f"step {step}",
+            f"{name} holds {len(ids)} rollouts and {weighted} trained tokens; its facts say step {facts.step}, {facts.samples} "
+            f"rollouts, {facts.trained_tokens} tokens",
+        )
+    low, high = np.full(len(ids), np.iinfo(np.int64).max), np.full(len(ids), -1)
+    np.minimum.at(low, inverse, lows)
+    np.maximum.at(high, inverse, highs)
+    count = np.bincount(inverse, tokens, len(ids)).astype(np.int64)
+    return StepRows(ids, count, np.bincount(inverse, sums, len(ids)).astype(np.int64), low, high)
+
+
+def _sequence_columns(batch: pa.RecordBatch, problems: Problems, name: str, findings: Findings) -> list[Int64]:
+    """[key, tokens, lag_sum, lag_min, lag_max] of the sequences of a micro-batch."""
+    column = {key: batch.column(key).values for key in ("group", "issue", "rollout", "epoch", "boundaries", "lags")}
+    group, issue, rollout, epoch, bounds, lags = (values.to_numpy().astype(np.int64) for values in column.values())
+    keys = Ids.keys(group, issue, rollout)
+    strange = problems.strangers(group, epoch, batch.column("problem").values)
+    findings.add_ids(np.unique(keys[strange]), f"is of another problem or epoch in {name} than in the ledger")
+    trained = lags >= 0
+
+    def sums(values: Int64) -> Int64:
+        return np.diff(np.concatenate(([0], np.cumsum(values)))[bounds])
+
+    low = np.minimum.reduceat(np.where(trained, lags, np.iinfo(np.int64).max), bounds[:-1])
+    high = np.maximum.reduceat(lags, bounds[:-1])
+    return [keys, sums(trained.astype(np.int64)), sums(np.where(trained, lags, 0)), low, high]
+
+
+def check_age(config: Config, step: int, rows: StepRows, files: RolloutFiles, findings: Findings) -> None:
+    """Lags are within the limit, and what the rollouts' versions say."""
+    run = config.run
+    limit = run.max_lag if run.mode == "pipeline" else run.steps_per_generation - 1
+    findings.add_ids(rows.key[rows.lag_max > limit], f"trained in step {step} with a lag above {limit}")
+    if not len(files.key):
+        return
+    at = np.minimum(np.searchsorted(files.key, rows.key), len(files.key) - 1)
+    both = files.key[at] == rows.key
+    at, key = at[both], rows.key[both]
+    tokens, lags, sampled = rows.tokens[both], rows.lag_sum[both], files.tokens[at]
+    for wrong in np.flatnonzero(tokens != sampled).tolist():
+        words = f"step {step} trains {tokens[wrong]} tokens of it, its rollout has {sampled[wrong]} to train on"
+        findings.add_ids(key[wrong : wrong + 1], words)
+    newest = step - 1
+    off = (tokens == sampled) & (lags != tokens * newest - files.steps_sum[at])
+    some = tokens > 0
+    off |= some & (rows.lag_min[both] < newest - files.steps_max[at])
+    off |= some & (rows.lag_max[both] > newest - files.steps_min[at])
+    findings.add_ids(key[off], f"its lags in step {step} are not those of the versions that sampled it")

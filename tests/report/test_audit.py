@@ -1,0 +1,334 @@
+"""The audit of runs that were played with the real dispatcher, ledger, streams and resume; good ones, and ones with one row
+deleted, doubled or renumbered, of which it has to name the id."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from played_run import Attempt, Crash, new_run, play, trained_sequence
+
+from prl.cli.report import main
+from prl.flow.ids import RolloutId
+from prl.flow.versions import Version
+from prl.report.audit import audit, render
+from prl.report.read import ReportError
+from prl.runfolder.paths import RunFolder
+from prl.streams import rollouts
+from prl.streams.files import Header, list_published, open_arrow, publish_arrow, read_checked
+from prl.streams.ledger import LedgerWriter, ledger_events, read_ledger
+from prl.streams.steps import find_steps, read_step, write_step
+
+FAR = 40  # added to a number, so that no rollout has it
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """Two attempts: the first crashed behind a checkpoint, so that steps were trained again and groups issued again."""
+    folder = play(tmp_path_factory.mktemp("good") / "run", [70])
+    result = audit(folder.path)
+    assert result.passed, render(result)
+    assert result.attempts == result.lineages == 2
+    assert result.trained_again
+    assert sum(result.issued_again.values())
+    assert sum(result.discarded.values())
+    return folder
+
+
+@pytest.fixture
+def run(good, tmp_path):
+    shutil.copytree(good.path, tmp_path / "run")
+    return RunFolder(tmp_path / "run")
+
+
+def words(rollout: RolloutId) -> str:
+    return f"group {rollout.group} issue {rollout.issue} rollout {rollout.rollout}"
+
+
+def names(run: RunFolder, *ids: RolloutId) -> bool:
+    """Whether the audit fails, and names one of these ids."""
+    result = audit(run.path)
+    return not result.passed and any(f"  {words(i)}: " in render(result) for i in ids)
+
+
+# --- one row of the ledger ---
+
+
+def edit_ledger(run: RunFolder, edit) -> None:
+    events = edit(list(ledger_events(read_ledger(run.ledgers))))
+    shutil.rmtree(run.ledgers)
+    with LedgerWriter(run.ledger(1)) as ledger:
+        ledger.append(events)
+
+
+def rows_of(run: RunFolder, kind: str) -> list[int]:
+    """The first, a middle and the last row of a kind, and the same of the second lineage."""
+    events = list(ledger_events(read_ledger(run.ledgers)))
+    found = [n for n, e in enumerate(events) if e.kind == kind]
+    later = [n for n in found if events[n].version.lineage == 1] or found
+    return sorted({found[0], found[len(found) // 2], found[-1], later[0]})
+
+
+@pytest.mark.parametrize("kind", ["issued", "trained", "discarded", "issued_again"])
+@pytest.mark.parametrize("damage", ["deleted", "doubled", "renumbered"])
+def test_one_row_of_the_ledger(good, tmp_path, kind, damage):
+    for row in rows_of(good, kind):
+        folder = tmp_path / str(row)
+        shutil.copytree(good.path, folder)
+        run = RunFolder(folder)
+        ids: list[RolloutId] = []
+
+        def edit(events, row=row, ids=ids):
+            event = events[row]
+            ids.append(event.rollout)
+            if damage == "deleted":
+                return events[:row] + events[row + 1 :]
+            if damage == "doubled":
+                return events[: row + 1] + events[row:]
+            other = replace(event, rollout=replace(event.rollout, rollout=event.rollout.rollout + FAR))
+            ids.append(other.rollout)
+            return [*events[:row], other, *events[row + 1 :]]
+
+        edit_ledger(run, edit)
+        assert names(run, *ids), (row, render(audit(folder)))
+
+
+def test_an_end_of_another_kind_beside_the_first(run):
+    def edit(events):
+        first = next(event for event in events if event.kind == "trained")
+        return [*events, replace(first, kind="discarded", step=-1, reason="too old")]
+
+    edit_ledger(run, edit)
+    text = render(audit(run.path))
+    assert "has more than one end: issued, trained in step 1 of lineage 0, discarded (too old)" in text
+
+
+def test_another_problem_and_another_step(run):
+    def edit(events):
+        at = next(n for n, e in enumerate(events) if e.kind == "trained")
+        ids.append(events[at].rollout)
+        events[at] = replace(events[at], rollout=replace(events[at].rollout, problem="digits/999"))
+        return events
+
+    ids: list[RolloutId] = []
+    edit_ledger(run, edit)
+    assert f"{words(ids[0])}: is of another problem or epoch" in render(audit(run.path))
+
+
+def test_ids_that_an_abandoned_lineage_trained_last_are_lost(run):
+    """A step that was trained before and after the rollback, without its second time."""
+
+    def edit(events):
+        trained = {e.version for e in events if e.kind == "trained"}
+        twice = next(v for v in sorted(trained) if v.lineage == 1 and Version(0, v.step) in trained)
+        return [e for e in events if not (e.kind == "trained" and e.version == twice)]
+
+    edit_ledger(run, edit)
+    assert "lost with its lineage" in render(audit(run.path))
+
+
+# --- one row of a rollout file ---
+
+
+def edit_rollouts(run: RunFolder, edit) -> RolloutId:
+    """Change the table of the first rollout file that holds trained rollouts; the id of its row 1."""
+    trained = {e.rollout for e in ledger_events(read_ledger(run.ledgers)) if e.kind == "trained"}
+    for writer in sorted(run.rollouts.iterdir()):
+        for _, file in list_published(writer):
+            data = read_checked(file.path, file.bytes, file.checksum)
+            batches, header = open_arrow(file.path, data, rollouts.KIND, rollouts.SCHEMA, None)
+            row = batches[0].slice(1, 1).to_pylist()[0]
+            found = RolloutId(row["epoch"], row["problem_id"], row["group_id"], row["rollout"], row["issue"])
+            if found in trained:
+                file.path.unlink()
+                write_rollouts(writer, header, edit(batches[0]))
+                return found
+    raise AssertionError
+
+
+def write_rollouts(folder, header: Header, batch: pa.RecordBatch) -> None:
+    schema = rollouts.SCHEMA.with_metadata(header.metadata())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.record_batch(batch.columns, schema=schema))
+    publish_arrow(folder, rollouts.KIND, header, sink.getvalue())
+
+
+def take(batch: pa.RecordBatch, rows: list[int]) -> pa.RecordBatch:
+    return batch.take(pa.array(rows))
+
+
+def test_one_row_deleted_from_a_rollout_file(run):
+    rollout = edit_rollouts(run, lambda batch: take(batch, [n for n in range(batch.num_rows) if n != 1]))
+    assert names(run, rollout)
+    assert "lies in no rollout file, but issued, trained in step" in render(audit(run.path))
+
+
+def test_one_row_doubled_in_a_rollout_file(run):
+    rollout = edit_rollouts(run, lambda batch: take(batch, [0, 1, *range(1, batch.num_rows)]))
+    assert names(run, rollout)
+    assert "lies in rollout files more than once: streams/rollouts/" in render(audit(run.path))
+
+
+def test_one_row_renumbered_in_a_rollout_file(run):
+    def edit(batch):
+        numbers = batch.column("rollout").to_numpy().copy()
+        numbers[1] += FAR
+        at = rollouts.SCHEMA.names.index("rollout")
+        return pa.record_batch([*batch.columns[:at], pa.array(numbers), *batch.columns[at + 1 :]], schema=batch.schema)
+
+    rollout = edit_rollouts(run, edit)
+    assert names(run, rollout)
+    assert names(run, replace(rollout, rollout=rollout.rollout + FAR))
+
+
+def test_another_version_in_a_rollout_file(run):
+    """The lags that the step file has are not those of this version."""
+
+    def edit(batch):
+        at = rollouts.SCHEMA.names.index("versions")
+        spans = batch.column("versions").to_pylist()
+        spans[1][0]["step"] += 1
+        column = pa.array(spans, rollouts.SCHEMA.field("versions").type)
+        return pa.record_batch([*batch.columns[:at], column, *batch.columns[at + 1 :]], schema=batch.schema)
+
+    rollout = edit_rollouts(run, edit)
+    assert f"{words(rollout)}: its lags in step" in render(audit(run.path))
+
+
+# --- one row of a step file ---
+
+
+def edit_step(run: RunFolder, step: int, members) -> RolloutId:
+    """Rewrite a step's file with other sequences of its first micro-batch, in `members` (number, its new rollout number or
+    None), and facts that fit; the id of sequence 1."""
+    file = find_steps(run.steps)[step]
+    found = read_step(file.path, file.bytes, file.checksum)
+    batches = [found.microbatch(n) for n in range(found.facts.microbatches)]
+    first, ids = batches[0], batches[0].rollouts
+    pieces = [slice(first.boundaries[n], first.boundaries[n + 1]) for n, _ in members]
+    arrays = {
+        name: np.concatenate([getattr(first, name)[piece] for piece in pieces])
+        for name in ("tokens", "positions", "loss_weights", "advantages", "old_logprobs", "lags")
+    }
+    boundaries = np.cumsum([0, *(piece.stop - piece.start for piece in pieces)]).astype(np.int32)
+    new = tuple(ids[n] if number is None else replace(ids[n], rollout=number) for n, number in members)
+    batches[0] = replace(first, **arrays, boundaries=boundaries, rollouts=new)
+    weights = np.concatenate([batch.loss_weights for batch in batches])
+    samples = len({i for batch in batches for i in batch.rollouts})
+    facts = replace(found.facts, denominator=float(weights.sum()), trained_tokens=int((weights > 0).sum()), samples=samples)
+    file.path.unlink()
+    write_step(run.steps, step, batches, facts, run="played", attempt=file.attempt, sequence=file.sequence)
+    return ids[1]
+
+
+@pytest.mark.parametrize("step", [1, 4, 8])
+def test_one_row_deleted_from_a_step_file(run, step):
+    rollout = edit_step(run, step, [(0, None), (2, None), (3, None), (4, None), (5, None)])
+    assert names(run, rollout)
+    assert f"was trained in step {step}, but is not in its file" in render(audit(run.path))
+
+
+@pytest.mark.parametrize("step", [1, 4, 8])
+def test_one_row_doubled_in_a_step_file(run, step):
+    rollout = edit_step(run, step, [(0, None), (1, None), (1, None), (2, None), (3, None), (4, None), (5, None)])
+    assert names(run, rollout)
+
+
+@pytest.mark.parametrize("step", [1, 4, 8])
+def test_one_row_renumbered_in_a_step_file(run, step):
+    rollout = edit_step(run, step, [(0, None), (1, FAR), (2, None), (3, None), (4, None), (5, None)])
+    assert names(run, rollout)
+    assert f"rollout {FAR}: lies in the file of step {step}; the ledger says: nothing" in render(audit(run.path))
+
+
+def test_a_missing_step_file(run):
+    find_steps(run.steps)[5].path.unlink()
+    assert "step 5: its file is not there; 6 rollouts were trained in it" in render(audit(run.path))
+
+
+# --- whole files ---
+
+
+def test_a_missing_rollout_file(run):
+    _, file = list_published(run.rollouts / "actor-0")[1]
+    file.path.unlink()
+    assert f"actor-0 file {file.sequence}: is missing" in render(audit(run.path))
+
+
+def test_two_files_of_one_sequence_number(run):
+    (_, first), (_, second), *_ = list_published(run.rollouts / "actor-0")
+    data = read_checked(first.path, first.bytes, first.checksum)
+    batches, header = open_arrow(first.path, data, rollouts.KIND, rollouts.SCHEMA, None)
+    first.path.unlink()
+    write_rollouts(run.rollouts / "actor-0", replace(header, sequence=second.sequence), batches[0])
+    assert f"actor-0 file {second.sequence}: two files have this sequence number" in render(audit(run.path))
+
+
+def test_a_flipped_bit(run):
+    for file in (list_published(run.rollouts / "actor-0")[0][1], find_steps(run.steps)[2]):
+        data = bytearray(file.path.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.path.write_bytes(data)
+    text = render(audit(run.path))
+    assert text.count("checksum") == 2
+
+
+def test_open_ids_are_a_fault_only_where_the_run_says_that_it_ended_well(good, tmp_path):
+    crashed = play_until_crash(tmp_path / "crashed")
+    result = audit(crashed.path)
+    assert result.passed, render(result)
+    assert result.open
+    assert result.ended is None
+    crashed.exit(1).write_text(json.dumps({"outcome": "done"}))
+    assert "has no end, and the run says that it ended well" in render(audit(crashed.path))
+
+
+def play_until_crash(folder) -> RunFolder:
+    run, settings = new_run(folder)
+    with pytest.raises(Crash):
+        Attempt(run, settings, seed=0, crash_at=70).play()
+    return run
+
+
+def test_every_point_of_interruption_leaves_equal_trained_sequences_and_a_run_that_passes(tmp_path):
+    """`order: dispatch`: which rollouts each step trains on depends neither on who is quick nor on crashes."""
+    wanted = trained_sequence(play(tmp_path / "whole"))
+    assert [step for step, _ in wanted] == list(range(1, 9))
+    interrupted = 0
+    for crash_at in range(1, 200, 5):
+        run, settings = new_run(tmp_path / f"crash_{crash_at}")
+        try:
+            Attempt(run, settings, seed=crash_at, crash_at=crash_at).play()
+            break
+        except Crash:
+            pass
+        assert audit(run.path).passed
+        if not run.manifests():
+            continue
+        interrupted += 1
+        for seed in range(2):  # once more on the way, then to the end
+            try:
+                Attempt(run, settings, seed=seed, crash_at=25 if seed == 0 else None).play()
+                break
+            except Crash:
+                assert audit(run.path).passed
+        result = audit(run.path)
+        assert result.passed, render(result)
+        assert result.ended == "done"
+        assert trained_sequence(run) == wanted
+    assert interrupted > 5
+
+
+def test_the_command(run, capsys):
+    assert main([str(run.path), "--audit"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("audit: passed")
+    find_steps(run.steps)[5].path.unlink()
+    assert main([str(run.path), "--audit", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["passed"]
+    assert told["named"] == [{"what": "step 5", "wrong": "its file is not there; 6 rollouts were trained in it"}]
+    with pytest.raises(ReportError):
+        audit(run.path / "model")
