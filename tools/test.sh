@@ -5,7 +5,7 @@
 #   bash tools/test.sh --shard NAME [...]           the slow suites of one folder alone
 #   bash tools/test.sh tests/flow [...]             the quick tests there; with --all, all of them
 #   bash tools/test.sh --no-slurm [...]             without the cluster; the tests that need it are not run
-# Stops at the first step or shard that fails. As root on Debian or Ubuntu it installs Slurm's packages with apt.
+# Stops at the first step or shard that fails. As root on Debian or Ubuntu it installs Slurm's packages and Redis with apt.
 set -euo pipefail
 script=$(realpath "$0")
 cd "$(dirname "$script")/.."
@@ -48,6 +48,18 @@ install_slurm() {
   }
 }
 
+# Without it, tests against a real Redis server are skipped, each with a line of pytest's summary.
+install_redis() {
+  command -v redis-server >/dev/null && return
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing redis-server with apt"
+    export DEBIAN_FRONTEND=noninteractive
+    { apt-get -qq update && apt-get -qq install -y --no-install-recommends redis-server; } >"$log" 2>&1 && return
+    tail -20 "$log" >&2
+  fi
+  say "tests against a Redis server are skipped: no redis-server here, and apt could not install it"
+}
+
 log=$(mktemp)
 cluster_up=0
 clean_up() {
@@ -57,6 +69,7 @@ clean_up() {
 trap clean_up EXIT
 
 bash tools/setup.sh --dev
+install_redis
 export OMP_NUM_THREADS=1 PATH="$PWD/.venv/bin:$PATH"
 
 say "ruff"

@@ -65,7 +65,8 @@ class Publisher:
 
     async def run(self) -> None:
         while not (self._closed and not self._groups):
-            if not await self._bell.until(self._has_work, _LOOK_S):
+            await self._bell.until(self._has_work, _LOOK_S)
+            if not self._groups:
                 continue
             await self._bell.until(self._is_due, self._options.roll_s)
             groups, size = self._groups, self._gathered_bytes

@@ -1,0 +1,81 @@
+"""Publishing: whole, durable and in the right order, or not there."""
+
+import errno
+import os
+
+import pytest
+
+from prl.runfolder.publish import StorageFull, open_folder, publish, publish_json, storage
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """What is asked of the filesystem, in order."""
+    made = []
+
+    def noting(name):
+        call = getattr(os, name)
+
+        def noted(*arguments, **named):
+            made.append(name)
+            return call(*arguments, **named)
+
+        monkeypatch.setattr(os, name, noted)
+
+    for name in ("open", "write", "fsync", "close", "rename"):
+        noting(name)
+    return made
+
+
+def test_data_are_durable_before_their_name_and_that_before_the_return(tmp_path, order):
+    publish(tmp_path / "x", b"abc")
+    assert order == ["open", "write", "fsync", "close", "rename", "open", "fsync", "close"]
+    assert (tmp_path / "x").read_bytes() == b"abc"
+
+
+def test_an_open_folder_is_not_opened_again(tmp_path, order):
+    folder = open_folder(tmp_path)
+    order.clear()
+    for _ in range(2):
+        publish(tmp_path / "x", memoryview(b"abc"), folder)
+    assert order == ["open", "write", "fsync", "close", "rename", "fsync"] * 2
+    os.close(folder)
+
+
+def test_all_is_written_where_the_system_takes_little_at_a_time(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    publish(tmp_path / "x", bytes(range(10)))
+    assert (tmp_path / "x").read_bytes() == bytes(range(10))
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "close", "rename"])
+def test_whatever_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, call):
+    publish_json(tmp_path / "x", {"a": 1})
+
+    def failing(*arguments, **named):
+        if call == "close":
+            close(*arguments)
+        raise OSError(errno.EIO, "a bad disk")
+
+    close = os.close
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        with pytest.raises(OSError, match="a bad disk") as caught:
+            publish(tmp_path / "x", b"new")
+    assert not isinstance(caught.value, StorageFull)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_text() == '{\n "a": 1\n}\n'
+
+
+@pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "no space is left"), (errno.EDQUOT, "the quota is used up")])
+def test_full_storage_says_where_what_and_what_to_do(tmp_path, code, words):
+    with (
+        pytest.raises(StorageFull, match=rf"{words}.*safe.*lfs quota.*submit again.*'{tmp_path}/x'") as caught,
+        storage(tmp_path),
+        storage(tmp_path / "x"),  # the inner one knows better where
+    ):
+        raise OSError(code, os.strerror(code))
+    assert caught.value.errno == code
+    with pytest.raises(PermissionError), storage(tmp_path):
+        raise PermissionError(errno.EACCES, "not yours")
