@@ -201,14 +201,16 @@ def check_age(config: Config, step: int, rows: StepRows, files: RolloutFiles, fi
     """Lags are within the limit, and what the rollouts' versions say."""
     run = config.run
     limit = run.max_lag if run.mode == "pipeline" else run.steps_per_generation - 1
-    findings.add_ids(rows.key[rows.lag_max > limit], f"trained in step {step} with a lag above {limit}")
+    if config.preprocess.too_old != "train":
+        findings.add_ids(rows.key[rows.lag_max > limit], f"trained in step {step} with a lag above {limit}")
     if not len(files.key):
         return
     at = np.minimum(np.searchsorted(files.key, rows.key), len(files.key) - 1)
     both = files.key[at] == rows.key
     at, key = at[both], rows.key[both]
     tokens, lags, sampled = rows.tokens[both], rows.lag_sum[both], files.tokens[at]
-    for wrong in np.flatnonzero(tokens != sampled).tolist():
+    fewer = (tokens < sampled) & (config.preprocess.too_old != "mask")
+    for wrong in np.flatnonzero(fewer | (tokens > sampled)).tolist():
         words = f"step {step} trains {tokens[wrong]} tokens of it, its rollout has {sampled[wrong]} to train on"
         findings.add_ids(key[wrong : wrong + 1], words)
     newest = step - 1

@@ -103,3 +103,12 @@ def test_the_description_names_devices_and_counts():
     assert "train  1 node, each: 4 trainer ranks on devices 0-3" in text
     assert "sample 1 node, each: 2 samplers on devices 0-1 | 2-3" in text
     assert "4 trainer ranks (tensor parallel 2 x data parallel 2), 2 samplers (tensor parallel 2)" in text
+
+
+def test_a_replay_has_no_samplers():
+    split = make_split(config(cluster__gpus_per_node=2, train__tensor_parallel=2, run__replay="r"), nodes=1)
+    assert split.components == (Component("all", 1, share(2, (0, 1), ())),)
+    with pytest.raises(ConfigError, match="2 to train"):
+        make_split(config(cluster__gpus_per_node=1, train__tensor_parallel=2, run__replay="r"), nodes=1)
+    with pytest.raises(ConfigError, match="runs on one node"):
+        make_split(config(run__replay="r"), nodes=2)

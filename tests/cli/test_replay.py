@@ -1,0 +1,86 @@
+"""What `prl-submit --replay` refuses before anything is written, and what it starts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prl.cli import submit
+from prl.cluster.allocation import Allocation, Host
+from prl.cluster.split import make_split
+from prl.config.load import ConfigError, dump, load
+from prl.flow.ids import RolloutId
+from prl.orchestrator.binding import bind
+from prl.orchestrator.resume import find_start
+from prl.runfolder.paths import RunFolder
+from prl.streams.records import MicroBatch, StepFacts
+from prl.streams.steps import write_step
+
+CONFIG = """
+run: {name: one, steps: 3}
+model: {init: random, architecture: qwen2}
+domains: [{name: digits}]
+train: {tensor_parallel: 2}
+sample: {dtype: float32, max_model_len: 64, kv_cache_mib: 64}
+actor: {max_tokens: 5}
+verifier: {processes: 1}
+"""
+
+
+@pytest.fixture
+def original(tmp_path, monkeypatch):
+    """A run of three step files, and the working folder of the commands."""
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(CONFIG)
+    run = RunFolder(tmp_path / "original")
+    run.create()
+    run.config.write_text(dump(load(Path("c.yaml"), [])))
+    for step in (1, 2, 3):
+        ones = np.ones(2, np.float32)
+        tokens = np.arange(2, dtype=np.int32)
+        ends, ids = np.array([0, 2], np.int32), (RolloutId(0, "digits/1", step, 0, 0),)
+        batch = MicroBatch(tokens, tokens, ends, ones, ones, ones, None, np.zeros(2, np.int32), ids)
+        write_step(run.steps, step, [batch], StepFacts(step, 2.0, 2, 1, 1), run="one", attempt=1, sequence=step)
+    return run
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert submit.main(["c.yaml", "--dry-run", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_replay_starts_trainers_alone(original, capsys):
+    assert submit.main(["c.yaml", "--replay", "original", "--dry-run"]) == 0
+    assert "2 trainer ranks (tensor parallel 2 x data parallel 1), 0 samplers" in capsys.readouterr().out
+    config = load(Path("c.yaml"), [f"run.replay={original}"])
+    start = find_start(RunFolder("new"), config)
+    allocation = Allocation(None, 0, 0, ((Host("here", "127.0.0.1"),),))
+    plan = bind(config, make_split(config), allocation, 1, 29500, start.resume)
+    assert [child.name for child in plan.children] == ["trainer 0", "trainer 1"]
+    assert [entry.file["step"] for entry in start.waiting] == [1, 2, 3]
+    assert all(Path(entry.file["path"]).is_file() for entry in start.waiting)
+    assert not any(entry.trained for entry in start.waiting)
+
+
+def test_what_does_not_fit_is_refused(original, capsys):
+    assert "no run lies there" in refused(capsys, "--replay", "elsewhere")
+    assert "has the step files 1 to 3; set at most run.steps=3" in refused(
+        capsys, "--replay", "original", "--set", "run.steps=4"
+    )
+    other = refused(capsys, "--replay", "original", "--set", "model.layers=3", "run.seed=2")
+    assert "model.layers = 3" in other
+    assert "a replay trains the same model" in other
+    assert "run.seed = 2: draws the initial weights" in other
+    assert submit.main(["--resume", "original", "--replay", "original"]) == 2
+    assert "leave out one of them" in capsys.readouterr().err
+
+
+def test_deleted_step_files_are_told(original, capsys):
+    for path in original.steps.iterdir():
+        path.unlink()
+    assert "has no step file 1; a run is replayed from its step files" in refused(capsys, "--replay", "original")
+    original.reclaimed.touch()
+    assert "deleted behind its checkpoints (streams.keep: needed)" in refused(capsys, "--replay", "original")
+    config = load(Path("c.yaml"), [f"run.replay={original}"])
+    with pytest.raises(ConfigError, match="no step file 1"):
+        find_start(RunFolder("new"), config)

@@ -1,0 +1,146 @@
+"""What is deleted behind a checkpoint, and what never is; runs from which files were deleted go on, and pass the audit."""
+
+import json
+import shutil
+
+import pytest
+from played_run import Attempt, Crash, new_run, trained_sequence
+
+from prl.orchestrator.reclaim import Reclaimer
+from prl.orchestrator.resume import find_start
+from prl.report.audit import audit, render
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.reclaim import Reclaimed, read_reclaimed, record_reclaimed
+from prl.streams.files import list_published
+from prl.streams.reader import read_rollouts
+from prl.streams.steps import find_steps
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory):
+    """A run that died behind its checkpoint of step 3."""
+    run, settings = new_run(tmp_path_factory.mktemp("crashed") / "run")
+    with pytest.raises(Crash):
+        Attempt(run, settings, seed=0, crash_at=70).play()
+    assert [step for step, _ in run.manifests()] == [3]
+    return run, settings
+
+
+@pytest.fixture
+def run(crashed, tmp_path):
+    shutil.copytree(crashed[0].path, tmp_path / "run")
+    return RunFolder(tmp_path / "run")
+
+
+def state_of(run: RunFolder) -> dict:
+    return json.loads(run.manifests()[-1][1].read_text())["dispatcher"]
+
+
+def rollout_files(run: RunFolder) -> dict[str, set[tuple[int, int]]]:
+    """Path to its groups."""
+    files = [file for writer in run.rollouts.iterdir() for _, file in list_published(writer)]
+    return {
+        file.path.relative_to(run.path).as_posix(): {
+            (group.group, group.issue) for group in read_rollouts(file.path, file.bytes, file.checksum)
+        }
+        for file in files
+    }
+
+
+def test_what_the_checkpoint_needs_stays_and_the_rest_goes(run):
+    before, steps = rollout_files(run), find_steps(run.steps)
+    in_flight = {(int(group), facts["issue"]) for group, facts in state_of(run)["groups"].items()}
+    last = {max(p for p in before if p.startswith(f"streams/rollouts/{w.name}/")) for w in run.rollouts.iterdir()}
+    reclaimer = Reclaimer(run, attempt=2)
+    reclaimer.reclaim(3, state_of(run))
+
+    assert set(find_steps(run.steps)) == {step for step in steps if step > 3}
+    needed = {path for path, groups in before.items() if groups & in_flight} | last
+    assert set(rollout_files(run)) == needed
+    gone = set(before) - needed
+    assert gone
+    assert reclaimer.files == len(gone) + 3
+    assert reclaimer.metrics()["streams/reclaim_failures"] == 0
+    assert {file.path for file in read_reclaimed(run)} == gone | {
+        steps[step].path.relative_to(run.path).as_posix() for step in (1, 2, 3)
+    }
+    assert sum(file.bytes for file in read_reclaimed(run)) == reclaimer.bytes
+    result = audit(run.path)
+    assert result.passed, render(result)
+    assert result.reclaimed_files == reclaimer.files
+    reclaimer.reclaim(3, state_of(run))
+    assert reclaimer.files == len(gone) + 3
+
+
+def test_the_run_goes_on_as_if_nothing_had_been_deleted(run, crashed):
+    original, settings = crashed
+    wanted = RunFolder(run.path.with_name("whole"))
+    shutil.copytree(original.path, wanted.path)
+    Attempt(wanted, settings, seed=5).play()
+    Reclaimer(run, attempt=2).reclaim(3, state_of(run))
+    assert [entry.file["step"] for entry in find_start(run, settings).waiting] == [
+        entry.file["step"] for entry in find_start(original, settings).waiting
+    ]
+    Attempt(run, settings, seed=5).play()
+    assert trained_sequence(run) == trained_sequence(wanted)
+    result = audit(run.path)
+    assert result.passed, render(result)
+    sequences = [file.sequence for _, file in list_published(run.rollouts / "actor-0")]
+    assert len(set(sequences)) == len(sequences)
+
+
+def test_this_attempts_files_go_only_once_they_were_announced(run):
+    names = set(rollout_files(run))
+    reclaimer = Reclaimer(run, attempt=1)
+    reclaimer.reclaim(3, {"groups": {}})
+    assert set(rollout_files(run)) == names
+    first = min(names)
+    groups = [{"group": group, "issue": issue, "rollouts": 3} for group, issue in rollout_files(run)[first]]
+    reclaimer.announced({"path": first, "groups": groups})
+    reclaimer.reclaim(3, {"groups": {}})
+    assert set(rollout_files(run)) == names - {first}
+
+
+def test_what_cannot_be_deleted_is_counted_and_ends_nothing(run):
+    file = find_steps(run.steps)[1]
+    file.path.unlink()
+    file.path.mkdir()
+    reclaimer = Reclaimer(run, attempt=2)
+    reclaimer.reclaim(3, state_of(run))
+    assert reclaimer.failures == 1
+    assert reclaimer.files
+
+
+def test_a_record_that_cannot_be_written_deletes_nothing(run):
+    names = set(rollout_files(run))
+    run.reclaimed.mkdir()
+    reclaimer = Reclaimer(run, attempt=2)
+    reclaimer.reclaim(3, state_of(run))
+    assert (reclaimer.failures, reclaimer.files) == (1, 0)
+    assert set(rollout_files(run)) == names
+
+
+def test_a_file_that_was_lost_is_told_from_one_that_was_deleted(run):
+    Reclaimer(run, attempt=2).reclaim(3, state_of(run))
+    lines = run.reclaimed.read_text().splitlines(keepends=True)
+    step = next(line for line in lines if '"step": 2' in line)
+    run.reclaimed.write_text("".join(line for line in lines if line != step))
+    assert "step 2: its file is not there" in render(audit(run.path))
+    run.reclaimed.write_text("".join(line for line in lines if '"kind": "step"' in line))
+    text = render(audit(run.path))
+    assert "is missing: neither there nor in quarantine nor deleted on purpose" in text
+    assert "lies in no rollout file" in text
+
+
+def test_a_torn_line_of_the_record_spoils_no_other(tmp_path):
+    run = RunFolder(tmp_path)
+    run.create()
+    first, second = Reclaimed("step", "a", 1, "00000000", step=1), Reclaimed("rollouts", "b", 2, "00000001", ((3, 0),))
+    record_reclaimed(run, [first])
+    with run.reclaimed.open("a") as record:
+        record.write('{"kind": "st')
+    record_reclaimed(run, [second])
+    assert read_reclaimed(run) == [first, second]
+    run.reclaimed.write_text('{"kind": "step"}\n')
+    with pytest.raises(ValueError, match="no record of a deleted file"):
+        read_reclaimed(run)
