@@ -1,10 +1,12 @@
 """What must hold for the rollouts of any run, however often it was interrupted: nothing is lost and nothing doubled.
 
-Reckoned from the ledger and the step files alone, and not by the code that the run itself goes by."""
+Reckoned from the ledger and the step files alone; what `prl-report --audit` finds is added."""
 
 from collections import Counter, defaultdict
 
+from prl.report.audit import audit
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.reclaim import read_reclaimed
 from prl.streams.ledger import ledger_events, read_ledger
 from prl.streams.steps import find_steps, read_step
 
@@ -45,16 +47,14 @@ def problems(run: RunFolder, *, ended: bool) -> list[str]:
     if sorted(last) != list(range(1, len(last) + 1)):
         found.append(f"trained were the steps {sorted(last)}")
     files = find_steps(run.steps)
+    gone = {file.step for file in read_reclaimed(run)}
     for step, lineage in last.items():
         ids = {rollout for rollout, places in trained.items() if (lineage, step) in places}
         file = files.get(step)
+        if file is None and step in gone:
+            continue
         if file is None:
             found.append(f"step {step} was trained and has no file")
         elif set(read_step(file.path, file.bytes, file.checksum).rollout_ids()) != ids:
             found.append(f"the file of step {step} holds other rollouts than were trained in it")
-    return found
-
-
-def last_step(run: RunFolder) -> int:
-    """The last step that has a file."""
-    return max(find_steps(run.steps), default=0)
+    return found + [f"audit: {one['what']}: {one['wrong']}" for one in audit(run.path).named]

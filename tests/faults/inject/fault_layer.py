@@ -182,6 +182,8 @@ class FaultLayer:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         flags |= os.O_EXCL if "x" in mode else os.O_APPEND if "a" in mode else os.O_TRUNC
         raw = _Raw(os.open(file, flags, 0o666))
+        if "a" in mode:
+            raw.seek(0, os.SEEK_END)  # as open does, for tell
         if buffering == 0:
             return raw
         buffered = io.BufferedWriter(raw)
