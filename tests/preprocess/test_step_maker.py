@@ -246,12 +246,16 @@ class World:
             self.events += self.dispatcher.discarded(rest, "given up")
         self.maker.add(made, Published(name, "actor-000", 1, 0, 1000, ""), Arrival(0, 0))
 
-    def order(self) -> None:
-        """A step is built, at most two ahead of the trained one."""
+    def order(self, spoiled: bool = False) -> None:
+        """A step is built, at most two ahead of the trained one; where its first entry is spoiled, it is given up."""
         moment = at(self.step + len(self.waiting) + 1, self.max_lag)
         chosen = self.maker.choose(moment) if len(self.waiting) < 2 else None
         if chosen:
             order = self.maker.take(chosen, moment)
+            if spoiled:
+                for lost, issue in self.maker.give_back(order, order.members[0].entry.name):
+                    self.events += self.dispatcher.failed(lost, issue, "unreadable")
+                return
             groups = read_members(order, lambda e: [self.stored[e.name]], self.options)
             self.waiting.append(self.built(build_step(groups, moment, self.options, 1)))
         for rollout, reason in self.maker.take_discarded():
@@ -319,7 +323,7 @@ def test_whatever_comes_in_whatever_order_every_rollout_ends_once(happenings, to
         elif what == "come" and world.held:
             world.come(number % len(world.held), number)
         elif what == "order":
-            world.order()
+            world.order(spoiled=number == 0)
         elif what == "train" and world.waiting:
             world.train()
         elif what == "commit":

@@ -9,6 +9,7 @@ too; the filesystem's part is wall time.
 """
 
 import argparse
+import resource
 import shutil
 import tempfile
 import time
@@ -30,7 +31,7 @@ from prl.streams.options import StreamsOptions
 from prl.streams.records import Group, Rollout, Turn, VersionSpan
 
 GROUPS_PER_STEP, ROLLOUTS_PER_GROUP, GROUPS_PER_FILE, RANKS = 32, 16, 4, 8
-OPTIONS = PreprocessOptions(pack_tokens=16384, memory_mib=4096)
+OPTIONS = PreprocessOptions(pack_tokens=16384)
 
 
 @dataclass
@@ -108,7 +109,9 @@ def one_pass(run: RunFolder, entries: list[Published], sequence: int) -> Pass:
         cpu = time.process_time()
         built = builder.build(maker.take(chosen, moment), sequence)
         taken.build_cpu_s += time.process_time() - cpu
-        taken.publish_wall_s += builder.publish(moment.step).seconds
+        published = builder.publish(moment.step)
+        published.file.path.unlink()
+        taken.publish_wall_s += published.seconds
         taken.last_read_s += read_s
         taken.last_build_s += built.seconds
         step += 1
@@ -127,6 +130,7 @@ def report(passes: list[Pass], tokens: int, steps: int) -> None:
     print(f"  reading the last file {per_step_ms * best.last_read_s:.1f} ms")
     print(f"  building              {per_step_ms * best.last_build_s:.1f} ms")
     print(f"  filesystem            {per_step_ms * best.publish_wall_s:.1f} ms")
+    print(f"largest memory          {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 
 
 if __name__ == "__main__":
