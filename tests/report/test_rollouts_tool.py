@@ -1,0 +1,89 @@
+"""tools/rollouts.py on a run that was played: what it prints, filters and exports."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+from played_run import play
+
+from prl.runfolder.model import write_model_folder
+from prl.trainer.options import ModelOptions
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = play(tmp_path_factory.mktemp("tool") / "run", [70])
+    write_model_folder(ModelOptions(init="random", architecture="qwen2", tokenizer="bytes"), folder.model)
+    return folder
+
+
+def rollouts(run, *arguments) -> str:
+    program = [sys.executable, "tools/rollouts.py", str(run), *map(str, arguments)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def rows(run, *arguments) -> list[dict]:
+    return [json.loads(line) for line in rollouts(run, "--format", "jsonl", *arguments).splitlines()]
+
+
+@pytest.fixture(scope="module")
+def every(run):
+    return rows(run)
+
+
+def test_text_to_read(run):
+    text = rollouts(run, "--limit", 2)
+    assert text.count("--- digits/") == 2
+    assert "trained in step" in text
+    assert "versions 0:0" in text
+
+
+def test_all_of_them_with_their_ends(every):
+    trained = [row for row in every if row["step"] is not None]
+    assert len(trained) == 8 * 6
+    assert {row["end"] for row in every} == {"trained", "discarded: all rewards equal", "issued again: attempt ended"}
+    assert all((row["prompt_tokens"], row["output_tokens"], row["logprob_mean"]) == (2, 3, -0.5) for row in every)
+    ids = [(row["group"], row["issue"], row["rollout"]) for row in every]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        (("--step", "3"), lambda row: row["step"] == 3),
+        (("--step", "3-5"), lambda row: row["step"] in (3, 4, 5)),
+        (("--min-reward", 1), lambda row: row["reward"] == 1),
+        (("--max-reward", 0.5), lambda row: row["reward"] == 0),
+        (("--version", "0:1"), lambda row: "0:1" in row["versions"].split()),
+        (("--finish", "stop", "--version", "1:3"), lambda row: row["versions"] == "1:3"),
+        (("--finish", "length"), lambda row: False),
+    ],
+)
+def test_filters(run, every, arguments, fits):
+    assert rows(run, *arguments) == [row for row in every if fits(row)]
+
+
+def test_problems(run, every):
+    names = [every[0]["problem"], every[-1]["problem"]]
+    found = rows(run, "--problem", names[0], "--problem", names[1])
+    assert found == [row for row in every if row["problem"] in names]
+
+
+def test_parquet_holds_the_same(run, every, tmp_path):
+    rollouts(run, "--output", tmp_path / "out.parquet")
+    table = parquet.read_table(tmp_path / "out.parquet")
+    assert [{**row, "metrics": dict(row["metrics"])} for row in table.to_pylist()] == every
+
+
+def test_no_run(tmp_path):
+    program = [sys.executable, "tools/rollouts.py", str(tmp_path)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "no run lies there" in done.stderr

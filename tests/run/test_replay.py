@@ -1,0 +1,37 @@
+"""A replay of the quickstart's first steps, and its audit."""
+
+import pytest
+from whole_runs import submit
+
+from prl.report.audit import audit, render
+
+STEPS = 10
+
+pytestmark = pytest.mark.deadline(600)
+
+
+def test_the_audit_passes(quickstart):
+    result = audit(quickstart.folder.path)
+    assert result.passed, render(result)
+    assert result.ended == "done"
+    assert result.trained == quickstart.exit["steps"] * 512
+    assert 1 <= result.lag_max <= 4
+
+
+def test_a_replay_has_the_losses_of_the_original(quickstart, tmp_path):
+    replayed = submit(
+        tmp_path / "replay", "configs/quickstart.yaml", "--replay", quickstart.folder.path, "--set", f"run.steps={STEPS}"
+    )
+    assert replayed.code == 0, replayed.logs()
+    assert replayed.exit["steps"] == STEPS
+    events = replayed.events("step")
+    assert [event.step for event in events] == list(range(1, STEPS + 1))
+    for event, original in zip(events, quickstart.events("step", attempt=1), strict=False):
+        assert event.step == original.step
+        for name in ("train/loss", "train/grad_norm", "train/entropy"):
+            assert event.values[name] == pytest.approx(original.values[name], abs=1e-6, rel=1e-6), (event.step, name)
+    logs = {path.name for path in replayed.folder.logs(1).glob("*.log")}
+    assert {"trainer-0.log", "trainer-1.log"} <= logs
+    assert not any(name.startswith(("sampler", "actor", "preprocess")) for name in logs)
+    assert (replayed.folder.export / "model.safetensors").is_file()
+    assert audit(replayed.folder.path).passed

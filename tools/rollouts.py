@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""Prints, filters and exports the rollouts of a run, with their texts, rewards, versions and what became of them.
+
+    python tools/rollouts.py runs/quickstart --limit 5                        five answers, to read
+    python tools/rollouts.py runs/quickstart --step 10-12 --max-reward 0      those that failed in steps 10 to 12
+    python tools/rollouts.py runs/quickstart --problem digits/17 --version 0:9 --finish length
+    python tools/rollouts.py runs/quickstart --format jsonl > rollouts.jsonl
+    python tools/rollouts.py runs/quickstart --output rollouts.parquet        one row a turn
+
+Reads the rollout files of all attempts (with streams.keep: needed only those that are still there) and the ledger; files that
+cannot be read are named and passed over. Special tokens are shown.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as parquet
+import tokenizers
+
+from prl.report.audit_ids import Ids
+from prl.runfolder.paths import RunFolder
+from prl.streams.files import StreamError, list_published
+from prl.streams.ledger import read_ledger
+from prl.streams.reader import read_rollouts
+from prl.streams.records import Group, Turn
+
+SCHEMA = pa.schema(
+    [
+        *((name, pa.int64()) for name in ("epoch", "group", "issue", "rollout", "turn")),
+        *((name, pa.string()) for name in ("problem", "domain", "dataset")),
+        ("end", pa.string()),  # trained, issued again or discarded with the reason; empty: none yet
+        ("step", pa.int64()),  # that trained it; null: none
+        ("reward", pa.float64()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
+        *((name, pa.string()) for name in ("prompt", "output", "finish_reason", "versions")),
+        ("prompt_tokens", pa.int64()),
+        ("output_tokens", pa.int64()),
+        ("logprob_mean", pa.float64()),
+        ("replica", pa.int64()),
+        ("started", pa.float64()),
+        ("ended", pa.float64()),
+    ]
+)
+Row = dict[str, Any]
+
+
+def main() -> int:
+    options = parse()
+    run = RunFolder(options.run)
+    if not run.rollouts.is_dir():
+        print(f"rollouts: {options.run}: no run lies there (no {run.rollouts})", file=sys.stderr)
+        return 1
+    ends = Ends(run)
+    tokenizer = tokenizers.Tokenizer.from_file(str(run.model / "tokenizer.json"))
+    rows = limited((row for row in all_rows(run, ends, tokenizer) if wanted(row, options)), options.limit)
+    form = options.format or (options.output.suffix.removeprefix(".") if options.output else "text")
+    try:
+        if form == "parquet":
+            write_parquet(options.output, rows)
+        else:
+            with options.output.open("w") if options.output else open(1, "w", closefd=False) as out:
+                out.writelines(to_text(row) if form == "text" else json.dumps(row) + "\n" for row in rows)
+    except BrokenPipeError:  # the reader has seen enough
+        sys.stderr.close()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--step", type=steps, metavar="N[-M]", help="trained in these steps")
+    parser.add_argument("--problem", action="append", metavar="DOMAIN/INDEX", help="of this problem; may be given again")
+    parser.add_argument("--min-reward", type=float, metavar="R")
+    parser.add_argument("--max-reward", type=float, metavar="R")
+    parser.add_argument("--finish", metavar="REASON", help="a turn that ended so: stop, length or abort")
+    parser.add_argument("--version", metavar="LINEAGE:STEP", help="some tokens were sampled by this version")
+    parser.add_argument("--limit", type=int, metavar="N", help="no more than so many turns")
+    parser.add_argument("--format", choices=("text", "jsonl", "parquet"), help="default: the output's suffix, or text")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: the terminal")
+    options = parser.parse_args()
+    if options.format == "parquet" and options.output is None:
+        parser.error("--format parquet needs --output FILE")
+    if options.format is None and options.output is not None and options.output.suffix not in (".jsonl", ".parquet", ".text"):
+        parser.error(f"--output {options.output}: end it in .jsonl, .parquet or .text, or give --format")
+    return options
+
+
+def steps(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+class Ends:
+    """What became of every rollout, from the ledger."""
+
+    def __init__(self, run: RunFolder) -> None:
+        table = read_ledger(run.ledgers).combine_chunks()
+        rows = table.filter(pc.not_equal(table.column("event").cast(pa.string()), "issued"))
+        columns = {name: rows.column(name).to_numpy() for name in ("group_id", "issue", "rollout", "step")}
+        keys = Ids.keys(columns["group_id"], columns["issue"], columns["rollout"])[::-1]
+        self._keys, last = np.unique(keys, return_index=True)  # the last row of an id holds
+        self._rows = len(keys) - 1 - last
+        self._step = columns["step"]
+        self._event, self._reason = (rows.column(name).combine_chunks() for name in ("event", "reason"))
+
+    def of(self, group: int, issue: int, rollout: int) -> tuple[str, int | None]:
+        """(what, the step that trained it)."""
+        key = Ids.keys(group, issue, rollout)
+        at = int(np.searchsorted(self._keys, key))
+        if at == len(self._keys) or self._keys[at] != key:
+            return "", None
+        row = int(self._rows[at])
+        event, reason = self._event[row].as_py().replace("_", " "), self._reason[row].as_py()
+        return (event, int(self._step[row])) if event == "trained" else (f"{event}: {reason}", None)
+
+
+def all_rows(run: RunFolder, ends: Ends, tokenizer: tokenizers.Tokenizer) -> Iterator[Row]:
+    """One row a turn, by writer and in the order in which they were written."""
+    for writer in sorted(path for path in run.rollouts.iterdir() if path.is_dir()):
+        for _, file in list_published(writer):
+            try:
+                groups = read_rollouts(file.path, file.bytes, file.checksum)
+            except StreamError as error:
+                print(f"rollouts: {error}", file=sys.stderr)
+                continue
+            for group in groups:
+                yield from rows_of(group, ends, tokenizer)
+
+
+def rows_of(group: Group, ends: Ends, tokenizer: tokenizers.Tokenizer) -> Iterator[Row]:
+    facts = {"epoch": group.epoch, "group": group.group, "issue": group.issue}
+    names = {"problem": group.problem, "domain": group.domain, "dataset": group.dataset}
+    for number, rollout in zip(group.rollout_numbers(), group.rollouts, strict=True):
+        end, step = ends.of(group.group, group.issue, number)
+        whole = {"end": end, "step": step, "reward": rollout.reward, "metrics": dict(rollout.metrics)}
+        for place, turn in enumerate(rollout.turns):
+            yield {**facts, "rollout": number, "turn": place, **names, **whole, **of_turn(turn, tokenizer)}
+
+
+def of_turn(turn: Turn, tokenizer: tokenizers.Tokenizer) -> Row:
+    return {
+        "prompt": tokenizer.decode(turn.prompt_ids.tolist(), skip_special_tokens=False),
+        "output": tokenizer.decode(turn.output_ids.tolist(), skip_special_tokens=False),
+        "finish_reason": turn.finish_reason,
+        "versions": " ".join(str(span.version) for span in turn.versions),
+        "prompt_tokens": len(turn.prompt_ids),
+        "output_tokens": len(turn.output_ids),
+        "logprob_mean": float(turn.logprobs.mean()) if len(turn.logprobs) else None,
+        "replica": turn.replica,
+        "started": turn.started,
+        "ended": turn.ended,
+    }
+
+
+def wanted(row: Row, options: argparse.Namespace) -> bool:
+    return (
+        (options.step is None or (row["step"] is not None and row["step"] in options.step))
+        and (options.problem is None or row["problem"] in options.problem)
+        and (options.min_reward is None or row["reward"] >= options.min_reward)
+        and (options.max_reward is None or row["reward"] <= options.max_reward)
+        and (options.finish is None or row["finish_reason"] == options.finish)
+        and (options.version is None or options.version in row["versions"].split())
+    )
+
+
+def limited(rows: Iterator[Row], limit: int | None) -> Iterator[Row]:
+    for number, row in enumerate(rows):
+        if number == limit:
+            return
+        yield row
+
+
+def to_text(row: Row) -> str:
+    trained = f"trained in step {row['step']}" if row["step"] is not None else row["end"] or "no end yet"
+    head = (
+        f"--- {row['problem']} group {row['group']} issue {row['issue']} rollout {row['rollout']} turn {row['turn']}: reward "
+        f"{row['reward']:g}, {row['output_tokens']} tokens, {row['finish_reason']}, versions {row['versions']}, {trained}"
+    )
+    texts = "".join(f"{name}: {printable(row[name])}\n" for name in ("prompt", "output"))
+    return f"{head}\n{texts}"
+
+
+def printable(text: str) -> str:
+    """Control characters but line ends escaped: what a model says must not move the reader's terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def write_parquet(path: Path, rows: Iterator[Row]) -> None:
+    with parquet.ParquetWriter(path, SCHEMA) as writer:
+        batch: list[Row] = []
+        for row in rows:
+            batch.append({**row, "metrics": list(row["metrics"].items())})
+            if len(batch) == 4096:
+                writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
+                batch.clear()
+        writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
