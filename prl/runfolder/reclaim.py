@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from prl.runfolder.paths import RunFolder
-from prl.runfolder.publish import sync_folder
+from prl.runfolder.publish import sync_folder, write_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def record_reclaimed(run: RunFolder, files: Iterable[Reclaimed]) -> None:
     with run.reclaimed.open("ab", buffering=0) as record:
         if record.tell() and not _ends_with_newline(run):  # a line that was torn by a crash spoils none after it
             data = b"\n" + data
-        record.write(data)
+        write_all(record.fileno(), data)
         os.fsync(record.fileno())
     sync_folder(run.reclaimed.parent)
 

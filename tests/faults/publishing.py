@@ -15,6 +15,7 @@ from prl.metrics.events import MetricsWriter, read_events
 from prl.orchestrator.outcome import Outcome, reserve
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish_json
+from prl.runfolder.reclaim import Reclaimed, read_reclaimed, record_reclaimed
 from prl.streams.files import next_sequence
 from prl.streams.folder import FolderAppender, FolderSource
 from prl.streams.ledger import LedgerWriter, ledger_events, read_ledger
@@ -193,7 +194,25 @@ def _metrics() -> Scene:
     return Scene("metrics", before, publish, found, ([1], [1, 2]), again, ([1, 3], [1, 2, 3]))
 
 
-SCENES = {scene.name: scene for scene in (_rollouts(), _steps(), _ledger(), _manifest(), _outcome(), _metrics())}
+def _reclaimed() -> Scene:
+    def record(run: RunFolder, *names: str) -> None:
+        record_reclaimed(run, [Reclaimed("step", name, 1, "0" * 8, step=1) for name in names])
+
+    def found(run: RunFolder):
+        return [file.path for file in read_reclaimed(run)]
+
+    return Scene(
+        "record of deleted files",
+        lambda run: record(run, "a"),
+        lambda run, _: record(run, "b", "c"),
+        found,
+        (["a"], ["a", "b"], ["a", "b", "c"]),  # in the middle of the record no file was deleted yet
+        lambda run: record(run, "d"),
+        (["a", "d"], ["a", "b", "d"], ["a", "b", "c", "d"]),
+    )
+
+
+SCENES = {scene.name: scene for scene in (_rollouts(), _steps(), _ledger(), _manifest(), _outcome(), _metrics(), _reclaimed())}
 
 
 def make_run(folder: Path) -> RunFolder:

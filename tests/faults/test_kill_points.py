@@ -64,6 +64,26 @@ def test_a_kill_leaves_all_or_nothing_and_the_next_attempt_goes_on(tmp_path, nam
     assert scene.found(run) in scene.whole_again
 
 
+@pytest.mark.parametrize("name", SCENES)
+def test_a_write_that_takes_only_half_is_gone_on_with(tmp_path, name):
+    """As a system may answer that has little room left."""
+    scene, run = SCENES[name], make_run(tmp_path)
+    shorts = []
+
+    def plan(operation: Operation) -> str | None:
+        if operation.kind != "write":
+            return None
+        shorts.append(operation)
+        return "short"
+
+    with FaultLayer(tmp_path, plan):
+        state = scene.before(run)
+        shorts.clear()
+        scene.publish(run, state)
+    assert scene.found(run) == scene.whole[-1]
+    assert len(shorts) > 1
+
+
 def test_the_recorded_operations_are_those_of_a_durable_publication():
     """What is named is durable first: data before the name, the name before anyone is told."""
     for name in ("rollout writer", "step writer", "manifest"):
