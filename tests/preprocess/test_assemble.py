@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
 from preprocess_data import group, ids, turn
 
+from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
 from prl.preprocess.assemble import (
     ABANDONED,
@@ -247,3 +250,97 @@ def test_the_step_is_the_same_for_any_number_of_ranks(weight):
     assert len(contents(one.microbatches)) == 16
     few = build_step(groups[:1], MOMENT, options, 8)  # more ranks than sequences: some idle
     assert len(few.microbatches) == 4
+
+
+@st.composite
+def random_groups(draw) -> list:
+    """Groups of rollouts of one to three turns, some of which continue what was before, with different ids and log-probs."""
+    counter = iter(range(10, 10_000))
+
+    def some(most: int) -> list[int]:
+        return [next(counter) for _ in range(draw(st.integers(0, most)))]
+
+    made = []
+    for number in range(draw(st.integers(1, 3))):
+        rollouts = []
+        numbers = draw(st.sets(st.integers(0, 9), min_size=1, max_size=4))
+        for _ in numbers:
+            turns, history = [], []
+            for _ in range(draw(st.integers(1, 3))):
+                prompt = history + some(2) if draw(st.booleans()) else some(3)
+                output = some(4)
+                cut = draw(st.integers(0, len(output)))
+                turns.append(turn(prompt, output, ((draw(st.integers(0, 4)), cut), (draw(st.integers(0, 4)), None))))
+                history = prompt + output
+            rollouts.append((turns, draw(st.sampled_from([0.0, 0.25, 1.0]))))
+        made.append(group(*rollouts, number=number, numbers=sorted(numbers)))
+    return made
+
+
+def slowly(rollout: Rollout, options: PreprocessOptions) -> list[list[tuple]]:
+    """The sequences of a rollout, token by token: (token, log-prob, lag), the latter two None where it does not train."""
+    sequences: list[list[tuple]] = []
+    for number, t in enumerate(rollout.turns):
+        prompt = t.prompt_ids.tolist()
+        if not (sequences and sequences[-1] and prompt[: len(sequences[-1])] == [token for token, *_ in sequences[-1]]):
+            sequences.append([])
+        sequence = sequences[-1]
+        sequence += [(token, None, None, None) for token in prompt[len(sequence) :]]
+        for span in t.versions:
+            for k in range(span.start, span.end):
+                lag = MOMENT.step - 1 - span.version.step
+                trains = len(sequence) > 0 and not (options.too_old == "mask" and lag > 2)
+                known = (float(t.logprobs[k]), lag, number) if trains else (None, None, None)
+                sequence.append((int(t.output_ids[k]), *known))
+    return [s for s in sequences if any(lag is not None for _, _, lag, _ in s)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(random_groups(), st.sampled_from(["mask", "train"]), st.sampled_from(["token", "sample"]), st.sampled_from([1, 2, 3]))
+def test_every_token_keeps_what_belongs_to_it(groups, too_old, token_weight, ranks):
+    options = replace(OPTIONS, baseline="turn", too_old=too_old, token_weight=token_weight)
+    expected = {}
+    for made in groups:
+        for rollout_id, rollout in zip(made.rollout_ids(), made.rollouts, strict=True):
+            expected[rollout_id] = slowly(rollout, options)
+    trained = {i for i, sequences in expected.items() if sequences}
+    assume(trained)
+    step = build_step([prepare(g, options) for g in groups], replace(MOMENT, max_lag=2), options, ranks)
+    assert sorted(step.trained) == sorted(trained)
+    assert sorted(i for i, _ in step.discarded) == sorted(expected.keys() - trained)
+    total = 0.0
+    for m in step.microbatches:
+        for rollout_id, a, b in zip(m.rollouts, m.boundaries, m.boundaries[1:], strict=False):
+            found = m.tokens[a:b].tolist()
+            (sequence,) = [s for s in expected[rollout_id] if [token for token, *_ in s] == found]
+            expected[rollout_id].remove(sequence)
+            parts = (m.positions, m.old_logprobs, m.lags, m.loss_weights, m.advantages)
+            rows = zip(*(part[a:b].tolist() for part in parts), strict=True)
+            all_trained = sum(
+                1 for s in slowly(rollout_of(groups, rollout_id), options) for _, _, lag, _ in s if lag is not None
+            )
+            for place, ((_, logprob, age, number), row) in enumerate(zip(sequence, rows, strict=True)):
+                assert row[0] == place
+                if age is None:
+                    assert row[2:] == (-1, 0.0, 0.0)
+                    continue
+                assert row[1:3] == (logprob, age)
+                assert row[3] == pytest.approx(1.0 if token_weight == "token" else 1.0 / all_trained)
+                assert row[4] == pytest.approx(advantage_of(groups, rollout_id, number))
+            total += m.loss_weights[a:b].sum(dtype=np.float64)
+    assert not any(expected.values())
+    assert step.facts.denominator == pytest.approx(total)
+    if token_weight == "sample":
+        assert total == pytest.approx(len(trained))
+
+
+def rollout_of(groups, rollout_id: RolloutId) -> Rollout:
+    made = groups[rollout_id.group]
+    return made.rollouts[made.rollout_numbers().index(rollout_id.rollout)]
+
+
+def advantage_of(groups, rollout_id: RolloutId, number: int) -> float:
+    """Leave-one-out over the rollouts that have this turn."""
+    own = rollout_of(groups, rollout_id)
+    others = [r.reward for r in groups[rollout_id.group].rollouts if len(r.turns) > number and r is not own]
+    return own.reward - sum(others) / len(others) if others else 0.0
