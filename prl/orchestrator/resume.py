@@ -50,6 +50,8 @@ def find_start(run: RunFolder, config: Config) -> Start:
     forks = {int(key): int(value) for key, value in manifest["forks"].items()}
     forks |= dict.fromkeys(range(int(manifest["lineage"]) + 1, lineage + 1), step)  # also of attempts that left nothing
     waiting = replayed_steps(config, step) if config.run.replay else _steps_behind(run, step, earlier)
+    if not config.run.replay:
+        _check_trained_again(run, step, waiting, earlier[counted:])
     in_files = {rollout for entry in waiting for rollout in entry.trained}
     keep = {rollout.group for rollout in in_files}
     left_out = [e.rollout for e in earlier if e.kind == "issued" and e.rollout.group in keep and e.rollout not in in_files]
@@ -82,6 +84,18 @@ def _last_lineage(run: RunFolder) -> int:
     """The highest lineage that any attempt has used, also one that left no checkpoint."""
     lineages = [json.loads(run.plan(n).read_text())["lineage"] for n in run.attempts() if run.plan(n).exists()]
     return max(lineages, default=0)
+
+
+def _check_trained_again(run: RunFolder, step: int, waiting: Sequence[StepEntry], since: Iterable[LedgerEvent]) -> None:
+    """What was trained behind the checkpoint can only be trained again from its step file: its rollouts have ended."""
+    last = max((event.step for event in since if event.kind == "trained"), default=step)
+    found = {int(entry.file["step"]) for entry in waiting}
+    missing = [number for number in range(step + 1, last + 1) if number not in found]
+    if missing:
+        raise ResumeError(
+            f"{run}: step {missing[0]} was trained behind the checkpoint of step {step}, and its file is not in {run.steps}: "
+            f"restore it, or submit the run anew"
+        )
 
 
 def _steps_behind(run: RunFolder, step: int, events: Iterable[LedgerEvent]) -> list[StepEntry]:

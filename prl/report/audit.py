@@ -39,6 +39,7 @@ class Audit:
 
     run: str
     attempts: int
+    replay: str  # the run whose step files this one trains on; its rollouts have their ends there
     ended: str | None  # the newest attempt's outcome; None: it still runs, or was killed
     steps: int = 0  # of the surviving lineage
     lineages: int = 0
@@ -72,7 +73,8 @@ def audit(path: Path | str) -> Audit:
     except ConfigError as error:
         raise ReportError(f"{run.config}: {error}") from error
     attempts = run.attempts()
-    result = Audit(str(run.path.resolve()), len(attempts), _outcome(run, attempts[-1]) if attempts else None)
+    ended = _outcome(run, attempts[-1]) if attempts else None
+    result = Audit(str(run.path.resolve()), len(attempts), config.run.replay, ended)
     findings = Findings()
     try:
         reclaimed = _reclaimed(run)
@@ -364,6 +366,7 @@ def render(result: Audit) -> str:
         f"  files         {result.rollout_files:>12,}  of rollouts ({result.rollouts_read:,} rollouts), {result.step_files:,} "
         f"of steps; {result.reclaimed_files:,} reclaimed, {result.quarantined_files:,} quarantined",
         f"  greatest lag  {result.lag_max:>12,}",
+        *([f"  a replay of {result.replay}: audit that run for the rollouts"] if result.replay else []),
     ]
     lines += [f"  {entry['what']}: {entry['wrong']}" if entry["what"] else f"  {entry['wrong']}" for entry in result.named]
     if result.findings > len(result.named):

@@ -15,7 +15,7 @@ from prl.orchestrator.resume import ResumeError, dispatcher_settings, find_start
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 from prl.streams.records import MicroBatch, StepFacts
-from prl.streams.steps import write_step
+from prl.streams.steps import find_steps, write_step
 
 CONFIG = Config(
     run=RunOptions(name="r", steps=10, groups_per_step=2, rollouts_per_group=3, max_lag=2),
@@ -130,6 +130,19 @@ def test_a_step_file_of_discarded_rollouts_is_not_trained(tmp_path):
     start = find_start(first.run, CONFIG)
     assert not start.waiting
     assert not start.reissued
+
+
+def test_a_lost_step_file_behind_the_checkpoint_is_told(tmp_path):
+    """Its rollouts have ended by being trained, in a lineage that is abandoned now: nothing else can train them again."""
+    first = Attempt(tmp_path)
+    first.lease(6)
+    first.train(1, 0, 1)
+    first.checkpoint(1)
+    first.train(2, 2, 3)
+    first.train(3, 4, 5)
+    find_steps(first.run.steps)[2].path.unlink()
+    with pytest.raises(ResumeError, match=r"step 2 was trained behind the checkpoint of step 1, and its file is not in"):
+        find_start(first.run, CONFIG)
 
 
 def test_the_lineage_rises_also_over_attempts_that_left_no_checkpoint(tmp_path):
