@@ -1,19 +1,15 @@
-"""The dispatcher against a model run: every id ends once, the budget holds, the lag bound holds, saved states go on alike."""
+"""The dispatcher, call by call."""
 
 import json
 from collections import Counter
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
 
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.events import LedgerEvent, from_discard_rows, from_rows, to_discard_rows, to_rows
 from prl.flow.ids import Lease, RolloutId
 from prl.flow.problems import DispatcherError
-from prl.flow.versions import Version, lag
-
-ENDS = ("trained", "discarded", "issued_again")
+from prl.flow.versions import Version
 
 
 def make(**changes) -> DispatcherSettings:
@@ -261,181 +257,6 @@ def test_ids_on_the_wire():
     rows = to_discard_rows([(ids[0], "cut"), (ids[1], "cut"), (ids[2], "too old")])
     assert rows == [[0, "a/1", 4, 1, [0, 2], "cut"], [1, "a/2", 5, 0, [0], "too old"]]
     assert from_discard_rows(rows) == {"cut": ids[:2], "too old": ids[2:]}
-
-
-# A model of a run: actors, a preprocessor and a trainer that do what hypothesis says
-
-
-class Model:
-    """Drives a dispatcher through random operations and checks what must hold after each."""
-
-    def __init__(self, dispatcher: Dispatcher, in_order: bool) -> None:
-        self.dispatcher = dispatcher
-        self.in_order = in_order
-        self.events: list[LedgerEvent] = []
-        self.held: dict[int, tuple[int, Lease, Version]] = {}  # group -> actor, lease, version that sampled it
-        self.received: dict[int, tuple[Lease, Version]] = {}  # in order of arrival
-        self.step = 0
-        self.worst_lag = 0
-
-    def run(self, operation: tuple[str, int]) -> list[LedgerEvent]:
-        name, value = operation
-        events = getattr(self, name)(value)
-        self.events += events
-        self.check()
-        return events
-
-    def lease(self, value: int) -> list[LedgerEvent]:
-        leased = self.dispatcher.lease(value % 3, 1 + value % 5, float(value))
-        assert self.dispatcher.version is not None
-        for lease in leased.leases:
-            self.held[lease.group] = (value % 3, lease, self.dispatcher.version)
-        return leased.events
-
-    def pick(self, value: int) -> int | None:
-        return sorted(self.held)[value % len(self.held)] if self.held else None
-
-    def result(self, value: int) -> list[LedgerEvent]:
-        group = self.pick(value)
-        if group is not None:
-            _, lease, version = self.held.pop(group)
-            assert self.dispatcher.result(group, lease.issue)
-            self.received[group] = (lease, version)
-        return []
-
-    def fail(self, value: int) -> list[LedgerEvent]:
-        group = self.pick(value)
-        return [] if group is None else self.dispatcher.failed(group, self.held.pop(group)[1].issue, "failed")
-
-    def lose(self, value: int) -> list[LedgerEvent]:
-        mine = [g for g, (actor, _, _) in self.held.items() if actor == value % 3]
-        late = [self.held.pop(g)[1] for g in mine]
-        events = self.dispatcher.lost(value % 3)
-        assert not any(self.dispatcher.result(lease.group, lease.issue) for lease in late)
-        return events
-
-    def discard(self, value: int) -> list[LedgerEvent]:
-        if not self.received:
-            return []
-        lease, _ = self.received.pop(sorted(self.received)[value % len(self.received)])
-        return self.dispatcher.discarded(lease.rollout_ids(), "filtered")
-
-    def train(self, value: int) -> list[LedgerEvent]:
-        per_step = self.dispatcher.settings.groups_per_step
-        ready = sorted(g for g in self.received if g < self.dispatcher.awaited_from) if self.in_order else list(self.received)
-        assert self.dispatcher.version is not None
-        if len(ready) < per_step or self.step > self.dispatcher.version.step + value % 2:
-            return []
-        self.step += 1
-        taken = [self.received.pop(g) for g in ready[:per_step]]
-        self.worst_lag = max(self.worst_lag, *(lag(self.step, version) for _, version in taken))
-        return self.dispatcher.trained(self.step, [i for lease, _ in taken for i in lease.rollout_ids()])
-
-    def commit(self, value: int) -> list[LedgerEvent]:
-        assert self.dispatcher.version is not None
-        if self.step > self.dispatcher.version.step:
-            self.dispatcher.committed(Version(0, self.dispatcher.version.step + 1))
-        return []
-
-    def check(self) -> None:
-        s = self.dispatcher.settings
-        assert self.dispatcher.version is not None
-        begun = Counter(e.rollout for e in self.events if e.kind == "issued")
-        ended = Counter(e.rollout for e in self.events if e.kind in ENDS)
-        assert max(begun.values(), default=1) == 1
-        assert max(ended.values(), default=1) == 1
-        assert ended.keys() <= begun.keys()
-        alive = {i.group for i in begun.keys() - ended.keys()}
-        assert alive == self.held.keys() | self.received.keys()
-        ahead = self.step - self.dispatcher.version.step
-        allowed = s.max_lag + 1 if s.mode == "pipeline" else s.steps_per_generation
-        assert len(alive) + ahead * s.groups_per_step <= allowed * s.groups_per_step
-        assert self.dispatcher.counts == {k: sum(e.kind == k for e in self.events) for k in ("issued", *ENDS)}
-
-
-NAMES = ["lease", "result", "train", "commit"] * 2 + ["result", "fail", "lose", "discard"]
-OPERATIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 30)), max_size=80)
-SETTINGS = st.builds(
-    make,
-    mode=st.sampled_from(["pipeline", "conventional"]),
-    max_lag=st.integers(0, 3),
-    steps_per_generation=st.integers(1, 3),
-    groups_per_step=st.integers(1, 3),
-    steps=st.integers(1, 20),
-    weights=st.sampled_from([{"a": 1.0}, {"a": 2.0, "b": 1.0}]),
-)
-
-
-def begin(chosen: DispatcherSettings) -> Dispatcher:
-    dispatcher = Dispatcher(chosen)
-    dispatcher.problems({"a": 3, "b": 4})
-    dispatcher.committed(Version(0, 0))
-    return dispatcher
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(SETTINGS, OPERATIONS, st.booleans())
-def test_every_id_ends_once_within_the_budget(chosen, operations, in_order):
-    model = Model(begin(chosen), in_order)
-    for operation in operations:
-        model.run(operation)
-    model.events += model.dispatcher.close("run ended")
-    begun = Counter(e.rollout for e in model.events if e.kind == "issued")
-    assert Counter(e.rollout for e in model.events if e.kind in ENDS) == begun
-    assert model.dispatcher.in_flight == 0
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(SETTINGS, OPERATIONS)
-def test_in_order_the_lag_never_exceeds_its_limit(chosen, operations):
-    model = Model(begin(chosen), in_order=True)
-    for name, value in operations:
-        model.run((name if name not in ("fail", "lose", "discard") else "commit", value))
-    allowed = chosen.max_lag if chosen.mode == "pipeline" else chosen.steps_per_generation - 1
-    assert model.worst_lag <= allowed
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(SETTINGS, OPERATIONS, OPERATIONS)
-def test_a_saved_state_goes_on_alike(chosen, before, after):
-    model = Model(begin(chosen), in_order=False)
-    for operation in before:
-        model.run(operation)
-    twin = Model(Dispatcher(chosen, json.loads(json.dumps(model.dispatcher.state()))), in_order=False)
-    twin.events, twin.held, twin.received = list(model.events), dict(model.held), dict(model.received)
-    twin.step = model.step
-    for operation in after:
-        assert model.run(operation) == twin.run(operation)
-    assert model.dispatcher.state() == twin.dispatcher.state()
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(SETTINGS, OPERATIONS, OPERATIONS, st.integers(0, 30))
-def test_a_resumed_run_goes_on_from_state_and_ledger(chosen, before, after, kept):
-    """The state of an early checkpoint and the ledger's rows behind it: nothing is handed out twice, every id ends once."""
-    model = Model(begin(chosen), in_order=False)
-    for operation in before:
-        model.run(operation)
-    state = json.loads(json.dumps(model.dispatcher.state()))
-    assert state["events"] == len(model.events)
-    for operation in after:
-        model.run(operation)
-    dispatcher = Dispatcher(chosen, state)
-    dispatcher.replay(model.events[state["events"] :])
-    keep = set(sorted(model.received)[: kept % 4])  # groups of a step file that was not trained yet
-    resumed = Model(dispatcher, in_order=False)
-    resumed.events = model.events + dispatcher.reissue_outstanding("resumed", keep)
-    resumed.received = {g: model.received[g] for g in keep}
-    resumed.step = model.step
-    dispatcher.committed(Version(1, model.step))
-    begun = {e.rollout for e in resumed.events if e.kind == "issued"}
-    ended = {e.rollout for e in resumed.events if e.kind in ENDS}
-    assert {i.group for i in begun - ended} == keep
-    assert dispatcher.state()["next_group"] == model.dispatcher.state()["next_group"]
-    for value in range(3):
-        resumed.run(("lease", value))
-        resumed.run(("result", value))
-        resumed.run(("train", value))
 
 
 def test_after_a_rollback_groups_wait_until_they_will_not_be_too_old():
