@@ -49,7 +49,8 @@ def estimate_memory_bytes(config: Config, model: ModelConfig) -> int:
     bytes_each = 4 if config.train.dtype == "float32" else 2
     frozen = parameters * bytes_each // config.train.tensor_parallel if config.train.reference == "initial" else 0
     sampled = parameters * (4 if config.sample.dtype == "float32" else 2)
-    small = 2 + config.actor.processes + config.verifier.processes
+    builders = config.preprocess.processes if config.preprocess.processes > 1 else 0
+    small = 2 + config.actor.processes + config.verifier.processes + builders
     return (
         ranks * (_TRAINER_BYTES + trained + frozen)
         + parameters * _LOADING_BYTES

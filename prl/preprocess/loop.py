@@ -116,9 +116,10 @@ class _Loop:
             awaited = [int(answer["awaited_from"])]
             for announcement in answer["announcements"]:
                 awaited += await self._take_in(announcement, came_s)
+                if self._child.config.run.order == "arrival":
+                    self._order(answer, min(awaited))  # what follows may be for a later step
             self._cursor = int(answer["cursor"])
-            if self._broken is None:
-                self._order(answer, min(awaited))
+            self._order(answer, min(awaited))
             await self._report_dropped()
             await self._release()
 
@@ -188,7 +189,7 @@ class _Loop:
         assert self._next_step is not None
         assert self._trained_step is not None
         forks = {int(later): int(step) for later, step in answer["forks"].items()}
-        while self._next_step <= self._trained_step + 1 + self._workshop.processes:
+        while self._broken is None and self._next_step <= self._trained_step + 1 + self._workshop.processes:
             moment = Moment(self._next_step, int(answer["lineage"]), forks, self._max_lag())
             chosen = self._maker.choose(moment, awaited_from)
             if chosen is None:
