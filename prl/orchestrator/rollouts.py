@@ -31,6 +31,7 @@ class RolloutDesk:
         hungry: Callable[[], bool],
         on_evaluation: Callable[[Evaluation, Mapping[str, Any]], None],
         on_announced: Callable[[Mapping[str, Any]], None] = lambda announcement: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`facts` are samplers and verifier, for actors; `hungry`: whether they are to publish what they have at once."""
         self.open = False  # leases are handed out once the samplers serve a version
@@ -46,6 +47,7 @@ class RolloutDesk:
         self._hungry = hungry
         self._on_announced = on_announced
         self._on_evaluation = on_evaluation
+        self._clock = clock
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -74,7 +76,7 @@ class RolloutDesk:
 
     async def expire(self) -> None:
         """Groups that were handed out too long ago are sampled again."""
-        events = self._dispatcher.overdue(time.monotonic())
+        events = self._dispatcher.overdue(self._clock())
         if events:
             log.warning("sampled again: %d groups were out for too long", len({event.rollout.group for event in events}))
         await self._record(events)
@@ -87,7 +89,7 @@ class RolloutDesk:
 
         def take() -> bool:
             if self.open and not self.ended:
-                leased = self._dispatcher.lease(member.index, wanted, time.monotonic())
+                leased = self._dispatcher.lease(member.index, wanted, self._clock())
                 leases.extend(leased.leases)
                 events.extend(leased.events)
             return bool(leases) or self.ended or self._hungry() != self._told_to_hurry.get(member.index, False)

@@ -1,0 +1,140 @@
+"""What the orchestrator tells actors and the preprocessor, over the real handlers."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prl.control.server import Bell, Member
+from prl.flow.dispatcher import Dispatcher, DispatcherSettings
+from prl.flow.events import LedgerEvent, to_discard_rows, to_rows
+from prl.flow.ids import Lease
+from prl.flow.versions import Version
+from prl.orchestrator.rollouts import RolloutDesk
+from prl.orchestrator.steps import StepDesk
+
+
+@dataclass
+class Desks:
+    """A run's two desks, without processes; four groups a step."""
+
+    clock: Callable[[], float] = time.monotonic
+    ledger: list[LedgerEvent] = field(default_factory=list)
+
+    def __post_init__(self):
+        settings = DispatcherSettings(
+            weights={"d": 1.0}, steps=9, groups_per_step=4, rollouts_per_group=2, max_lag=2, group_deadline_s=1000.0
+        )
+        self.dispatcher = Dispatcher(settings)
+        self.dispatcher.problems({"d": 100})
+        self.dispatcher.committed(Version(0, 0))
+        self.bell = Bell()
+        self.rollouts = RolloutDesk(
+            self.dispatcher, self.record, self.bell,
+            facts=dict, hungry=lambda: self.steps.hungry, on_evaluation=lambda evaluation, body: None, clock=self.clock,
+        )  # fmt: skip
+        self.rollouts.open = True
+        self.steps = StepDesk(
+            self.dispatcher, self.rollouts, self.record, self.bell, trained=0, forks={}, lineage=0, waiting=(),
+            on_trained=lambda step, train, data: False, save_now=lambda step: False, on_checkpoint=self.record,
+        )  # fmt: skip
+        self.sequence = 0
+
+    async def record(self, events):
+        self.ledger += events
+
+    async def call(self, name, body, actor=0):
+        handlers = {**self.rollouts.handlers(), **self.steps.handlers()}
+        return await handlers[name](Member("actor", actor), body)
+
+    async def lease(self, groups, actor=0):
+        answer = await self.call("lease", {"groups": groups}, actor)
+        return [Lease(**lease) for lease in answer["leases"]], answer["hurry"]
+
+    async def announce(self, *leases):
+        self.sequence += 1
+        groups = [{"group": lease.group, "issue": lease.issue, "rollouts": 2} for lease in leases]
+        body = {"path": f"f{self.sequence}", "bytes": 100, "checksum": "", "writer": "w", "sequence": self.sequence}
+        return await self.call("rollouts", {**body, "groups": groups})
+
+    async def read(self, after):
+        answer = await self.call("next_rollouts", {"after": after})
+        return [announcement["path"] for announcement in answer["announcements"]], answer["cursor"]
+
+    async def step(self, step, *leases, discarded=()):
+        trained = to_rows([i for lease in leases for i in lease.rollout_ids()])
+        body = {"step": step, "path": "", "bytes": 1, "checksum": "", "metrics": {}}
+        await self.call("step_file", {**body, "trained": trained, "discarded": to_discard_rows(discarded)})
+
+
+def test_announcements_are_forgotten_and_cursors_stay_valid():
+    async def scenario():
+        desks = Desks()
+        leases, _ = await desks.lease(6)
+        for lease in leases:
+            await desks.announce(lease)
+        assert await desks.read(0) == ([f"f{k}" for k in range(1, 7)], 6)
+        await desks.step(1, *leases[:4], discarded=[(i, "filtered") for i in leases[4].rollout_ids()])
+        await desks.call("trained", {"step": 1, "metrics": {}})
+        assert await desks.read(0) == (["f6"], 6)
+        more, _ = await desks.lease(1)
+        await desks.announce(more[0], leases[0])
+        assert await desks.read(6) == (["f7"], 7)
+        assert await desks.read(2) == (["f6", "f7"], 7)
+        assert desks.rollouts.cursors() == {"w": 7}
+
+    asyncio.run(scenario())
+
+
+def test_actors_are_hurried_once_a_step_lacks_its_last_group():
+    async def scenario():
+        desks = Desks()
+        leases, hurry = await desks.lease(12)
+        assert len(leases) == 12
+        assert not hurry
+        for lease in leases[:2]:
+            await desks.announce(lease)
+        waiting = [asyncio.create_task(desks.lease(1, actor)) for actor in (0, 1)]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in waiting)
+        await desks.announce(leases[2])  # three of four
+        assert await asyncio.gather(*waiting) == [([], True)] * 2
+        again = asyncio.create_task(desks.lease(1))
+        await asyncio.sleep(0.05)
+        assert not again.done()  # it has been told
+        await desks.announce(leases[3])
+        assert await again == ([], False)
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_is_out_for_too_long_goes_to_another_actor():
+    async def scenario():
+        now_s = [0.0]
+        desks = Desks(clock=lambda: now_s[0])
+        leases, _ = await desks.lease(1)
+        now_s[0] = 1000.0
+        await desks.rollouts.expire()
+        assert not any(e.kind == "issued_again" for e in desks.ledger)
+        now_s[0] = 1001.0
+        await desks.rollouts.expire()
+        (again, *_), _ = await desks.lease(12, actor=1)
+        assert (again.group, again.issue) == (leases[0].group, 1)
+        assert await desks.announce(leases[0]) == {"late": [leases[0].group]}
+        assert await desks.announce(again) == {"late": []}
+        assert [e.kind for e in desks.ledger if e.rollout.group == 0] == ["issued"] * 2 + ["issued_again"] * 2 + ["issued"] * 2
+
+    asyncio.run(scenario())
+
+
+def test_rollouts_that_an_actor_gave_up_end_with_their_reason():
+    async def scenario():
+        desks = Desks()
+        (lease,), _ = await desks.lease(1)
+        missing, kept = lease.rollout_ids()
+        await desks.call("discard", {"discarded": to_discard_rows([(missing, "rollout_deadline")])})
+        assert await desks.announce(lease) == {"late": []}
+        assert desks.dispatcher.discard_reasons == {"rollout_deadline": 1}
+        assert desks.dispatcher.ended([missing, kept]) == [missing]
+
+    asyncio.run(scenario())
