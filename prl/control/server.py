@@ -126,8 +126,9 @@ class ControlServer:
             return web.Response(status=400, text=f"/{name} of {member.name}: {error!r}")
         except Exception as error:  # a fault of the orchestrator (a full filesystem, say) is the run's, not the caller's
             log.exception("call /%s of %s", name, member.name)
-            self._on_fail(Member("orchestrator", 0), f"/{name} of {member.name}: {error!r}", traceback.format_exc())
-            return web.Response(status=500, text=f"/{name} of {member.name}: {error!r}")
+            words = f"/{name} of {member.name}: {type(error).__name__}: {error}"
+            self._on_fail(Member("orchestrator", 0), words, traceback.format_exc())
+            return web.Response(status=500, text=words)
 
     async def _join(self, member: Member, body: Mapping[str, Any]) -> Answer:
         member.pid, member.host, member.facts = int(body["pid"]), str(body["host"]), dict(body["facts"])
