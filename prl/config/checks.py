@@ -28,6 +28,10 @@ def resolve_paths(config: Config, base: Path) -> Config:
     config = replace(config, run={"folder": str(base / folder)})
     if config.model.path:
         config = replace(config, model={"path": str(base / Path(config.model.path).expanduser())})
+    password_file = config.streams.redis.password_file
+    if password_file:
+        redis = dataclasses.replace(config.streams.redis, password_file=str(base / Path(password_file).expanduser()))
+        config = replace(config, streams={"redis": redis})
     domains = tuple(
         dataclasses.replace(domain, options={key: _absolute(key, value, base) for key, value in domain.options.items()})
         for domain in config.domains
@@ -212,6 +216,12 @@ def _parts(config: Config) -> Iterator[str]:
         yield (
             "cluster.sbatch.requeue = true: a job that Slurm starts again does not go on from its checkpoint in this version; "
             "leave it out, and go on with prl-submit --resume RUN"
+        )
+    redis = config.streams.redis
+    if config.streams.backend == "redis" and redis.start == bool(redis.url):
+        yield (
+            f"streams.redis.start = {str(redis.start).lower()} with streams.redis.url = {redis.url!r}: streams.backend = redis "
+            "needs one of them, a server of the run's own or the URL of another"
         )
     if control.lost_after_s <= control.heartbeat_s:
         yield (

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -96,7 +97,23 @@ async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, con
     plan = bind(config, split, allocation, attempt, free_port(allocation.master_address), start.resume)
     publish_json(run.plan(attempt), {**plan.to_json(), "lineage": start.resume.lineage, "forks": start.forks})
     token = read_token(run.token)
-    orchestrator = Orchestrator(run, config, plan, start, token)
+    with _own_redis(run, attempt, allocation.host.address, config, token):
+        return await _lead_through(run, attempt, allocation, config, Orchestrator(run, config, plan, start, token), token)
+
+
+def _own_redis(run: RunFolder, attempt: int, host: str, config: Config, token: str) -> AbstractContextManager[object]:
+    """The run's own Redis server, where the config asks for one, for as long as the attempt lasts."""
+    streams = config.streams
+    if streams.backend != "redis" or not streams.redis.start:
+        return nullcontext()
+    from prl.streams.redis_server import RedisServer  # an extra, loaded where it is used
+
+    return closing(RedisServer(run, attempt, host, free_port(host), token, start_s=config.control.start_s))
+
+
+async def _lead_through(
+    run: RunFolder, attempt: int, allocation: Allocation, config: Config, orchestrator: Orchestrator, token: str
+) -> Outcome:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, orchestrator.cancel, f"cancelled by {number.name}")

@@ -13,7 +13,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,21 @@ class Header:
             "prl.sequence": str(self.sequence),
             **(more or {}),
         }
+
+
+def encode_file(schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> pa.Buffer:
+    """A whole Arrow file. Its size is found first, so that it is copied once, and not again and again into a growing buffer."""
+    size = pa.MockOutputStream()
+    _write_file(size, schema, batches)
+    data = pa.allocate_buffer(size.size())
+    _write_file(pa.FixedSizeBufferWriter(data), schema, batches)
+    return data
+
+
+def _write_file(sink: pa.NativeFile, schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> None:
+    with pa.ipc.new_file(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
 
 
 def publish_arrow(

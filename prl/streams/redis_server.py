@@ -53,7 +53,7 @@ class RedisServer:
         try:
             self._wait(host, port, token, start_s)
         except BaseException:
-            self.stop()
+            self.close()
             raise
         publish_json(run.redis_url(attempt), {"url": f"redis://{host}:{port}/0"})
 
@@ -82,7 +82,7 @@ class RedisServer:
     def process_id(self) -> int:
         return self._process.pid
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End it. What it has acknowledged is durable in any case."""
         self._process.terminate()
         try:

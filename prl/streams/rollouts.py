@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from prl.flow.versions import Version
 from prl.streams.arrays import DICTIONARY, Array, dictionary_array, has_nulls, list_array, list_views, offsets_of
-from prl.streams.files import Header, StreamError
+from prl.streams.files import Header, StreamError, encode_file
 from prl.streams.records import Group, Rollout, Turn, VersionSpan
 
 KIND = "rollouts"
@@ -103,10 +103,7 @@ def to_arrow(groups: Sequence[Group], header: Header) -> pa.Buffer:
         "ended": pa.array(np.fromiter((t.ended for t in turns), np.float64, len(turns))),
     }
     schema = SCHEMA.with_metadata(header.metadata())
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(pa.record_batch([columns[name] for name in SCHEMA.names], schema=schema))
-    return sink.getvalue()
+    return encode_file(schema, [pa.record_batch([columns[name] for name in SCHEMA.names], schema=schema)])
 
 
 def _spans(turns: Sequence[Turn]) -> pa.ListArray:

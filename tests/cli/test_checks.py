@@ -12,6 +12,7 @@ from prl.config.load import ConfigError, load, replace
 from prl.config.machine import cgroup_free_bytes, count_parameters, estimate_memory_bytes, free_memory_bytes
 from prl.config.schema import Config
 from prl.domains.options import DomainOptions
+from prl.streams.options import RedisOptions
 
 GIB = 1024**3
 LLAMA = {
@@ -322,3 +323,14 @@ def test_paths_become_absolute_and_survive_the_yaml(tmp_path):
     assert config.run.folder == "/base/runs/one"
     assert config.model.path == "/base/models/a"
     assert config.domains[0].options == {"paths": ["/base/a", "/b"], "template": "a"}
+
+
+def test_redis_needs_one_server(good, tmp_path):
+    url = "redis://host:6379/0"
+    for redis in (RedisOptions(), RedisOptions(start=True, url=url)):
+        (problem,) = problems(replace(good, streams={"backend": "redis", "redis": redis}))
+        assert "needs one of them" in problem
+    for redis in (RedisOptions(start=True), RedisOptions(url=url)):
+        assert check(replace(good, streams={"backend": "redis", "redis": redis}), memory_bytes=16 * GIB) == []
+    there = replace(good, streams={"redis": RedisOptions(url=url, password_file="secret")})
+    assert resolve_paths(there, tmp_path).streams.redis.password_file == str(tmp_path / "secret")

@@ -24,7 +24,7 @@ def redis_server(tmp_path_factory):
     run.attempt(2).mkdir()
     run.redis_url(2).write_text(run.redis_url(1).read_text())  # a second attempt, as if the server lived on
     yield server, run
-    server.stop()
+    server.close()
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def serving(run, port=None):
     try:
         yield server, port
     finally:
-        server.stop()
+        server.close()
 
 
 def test_what_was_acknowledged_outlives_a_killed_server(run):
