@@ -25,6 +25,7 @@ SETTINGS = (
     "train.tensor_parallel=1",
     "train.checkpoint_every_steps=2",
     "metrics.tensorboard=false",
+    "streams.keep=needed",
 )
 STEPS = 6  # of an attempt that meets no fault
 DEADLINE_S = 240

@@ -1,5 +1,10 @@
 """Runs the real sampler and writes the HTTP conversation of the routes that runs use to a file: the tape that
-`replayed_sampler` plays. Started by `sitecustomize` in place of `prl.sampler` where PRL_FAULTS_RECORD names the file."""
+`replayed_sampler` plays. Started by `sitecustomize` in place of `prl.sampler` where PRL_FAULTS_SAMPLER is "record" and
+PRL_FAULTS_RECORD names the file. The tape here is of
+
+    prl-submit configs/quickstart.yaml --set run.steps=8 run.groups_per_step=4 run.rollouts_per_group=4 \\
+        run.evaluate_every_steps=0 run.stop_at_reward=null train.tensor_parallel=1
+"""
 
 import json
 import os
