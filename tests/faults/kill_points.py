@@ -15,7 +15,9 @@ FILE = Path(__file__).with_name("kill_points.json")
 PROCESSES = ("actor-0", "preprocess-0", "trainer-0", "orchestrator-0")  # the last is the dispatcher, too
 MOMENTS = ("first", "middle", "last")
 _AT_THE_END = re.compile(r".*export|.*exit\.json|unlink attempt_N/\.reserve|fsync \. ")
-_AT_THE_START = re.compile(r"\w+ attempt_N|mkdir (metrics|streams)|create streams/ledger|fsync streams/ledger/attempt_N ")
+_AT_THE_START = re.compile(
+    r"\w+ attempt_N|mkdir (metrics|streams)|create streams/ledger|fsync streams/ledger/attempt_N |read streams/rollouts.*reclaim"
+)
 # What an attempt passes only where the one before left something: the point at which that one has to have died.
 _LEFTOVERS = {
     re.compile(r"(unlink|rename) checkpoints.*/\.old-"): ("trainer-0", "fsync checkpoints/step_N (prl.trainer.checkpoint)"),
