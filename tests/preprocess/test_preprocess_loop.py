@@ -4,12 +4,15 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
+from prl.config.load import dump
 from prl.config.schema import Config
 from prl.control.child import Child
 from prl.control.client import ControlClient
@@ -225,3 +228,54 @@ def test_a_dead_worker_is_an_error_in_words(tmp_path):
         asyncio.run(lose_a_worker())
     finally:
         workshop.close()
+
+
+async def run_process(world: World, then) -> None:
+    """`python -m prl.preprocess` in the world, as a node agent starts it; `then(process, actor, trainer)`."""
+    url = await world.server.start("127.0.0.1")
+    world.run.config.write_text(dump(world.config))
+    world.run.token.write_text("token")
+    places = {"PRL_RUN": world.run.path, "PRL_ATTEMPT": 1, "PRL_ROLE": "preprocess", "PRL_INDEX": 0}
+    places |= {"PRL_HOST": "127.0.0.1", "PRL_CONTROL_URL": url}
+    environment = os.environ | {name: str(value) for name, value in places.items()}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "prl.preprocess", env=environment)
+    try:
+        async with asyncio.timeout(120), world.client(url, "actor") as actor, world.client(url, "trainer") as trainer:
+            await then(process, actor, trainer)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await world.server.close()
+        world.ledger.close()
+
+
+def test_the_process_and_its_workers_end_with_the_run(tmp_path):
+    world = World(tmp_path / "run", "arrival", processes=2)
+
+    async def to_the_end(process, actor, trainer) -> None:
+        await asyncio.gather(world.act(actor), world.train(trainer))
+        assert await process.wait() == 0
+
+    asyncio.run(run_process(world, to_the_end))
+    assert world.failed == []
+    assert list(find_steps(world.run.steps)) == list(range(1, STEPS + 1))
+
+
+def test_workers_do_not_outlive_a_killed_process(tmp_path):
+    world = World(tmp_path / "run", "arrival", processes=2)
+
+    async def kill(process, actor, trainer) -> None:
+        acting = asyncio.create_task(world.act(actor))
+        for step in (1, 2):  # one from each worker
+            while (await trainer.call("next_step", {"step": step}, deadline_s=60, reason="test"))["file"] is None:
+                pass
+        children = psutil.Process(process.pid).children()
+        assert len(children) >= 2
+        process.kill()
+        await process.wait()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, children, 30)
+        assert alive == []
+        world.rollouts.ended = True
+        await acting
+
+    asyncio.run(run_process(world, kill))
