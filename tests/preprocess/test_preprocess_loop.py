@@ -276,6 +276,7 @@ def test_workers_do_not_outlive_a_killed_process(tmp_path):
         _, alive = await asyncio.to_thread(psutil.wait_procs, children, 30)
         assert alive == []
         world.rollouts.ended = True
+        world.bell.ring()
         await acting
 
     asyncio.run(run_process(world, kill))
