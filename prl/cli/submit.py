@@ -93,6 +93,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN",
         help="run folder whose step files are trained on again, by trainers alone (needs streams.keep: all)",
     )
+    parser.add_argument(
+        "--replay-rollouts",
+        action="store_true",
+        help="with --replay: build the steps anew from RUN's rollouts, e.g. with another advantage",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and the batch script; write and send nothing")
     parser.add_argument("--wait", action="store_true", help="follow a Slurm job to its end (default: return after submission)")
     parser.add_argument("--options", action="store_true", help="list every configuration key with help and default")
@@ -132,6 +137,10 @@ def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
         config = load(path, options.set)
     if options.replay is not None:
         config = replace(config, run={"replay": str(Path(options.replay).absolute())})
+    if options.replay_rollouts:
+        if not config.run.replay:
+            raise ConfigError("--replay-rollouts says what --replay RUN trains on; name that run too")
+        config = replace(config, run={"replay_from": "rollouts"})
     if options.nodes is not None:
         config = replace(config, cluster={"nodes": options.nodes})
     config = resolve_paths(config, Path.cwd())

@@ -67,16 +67,17 @@ def bind(config: Config, split: Split, allocation: Allocation, attempt: int, mas
                 replica += 1
             if part.node.replicas:
                 sampling.append(node)
+    if not config.run.replay or config.run.replay_from == "rollouts":
+        children.append(ChildPlan("preprocess", 0, 0, (), _devices((), 1)))
     if not config.run.replay:
         children += _around_samplers(config, sampling)
     return Plan(attempt, tuple(nodes), tuple(children))
 
 
 def _around_samplers(config: Config, sampling: Sequence[int]) -> list[ChildPlan]:
-    """What turns samples into steps; `sampling` are the nodes with samplers."""
+    """What samplers are asked by, and who judges; `sampling` are the nodes with samplers."""
     one_thread = _devices((), 1)
-    children = [ChildPlan("preprocess", 0, 0, (), one_thread)]
-    children += [
+    children = [
         ChildPlan("actor", index, sampling[index % len(sampling)], (), one_thread) for index in range(config.actor.processes)
     ]
     if config.verifier.processes:

@@ -11,8 +11,12 @@ class RunOptions:
     name: Annotated[str, "name of the run; also the Slurm job's name"] = "prl"
     folder: Annotated[str, "run folder on the shared filesystem; default: runs/<name>"] = ""
     replay: Annotated[
-        str, "run folder whose step files are trained on, without samplers and actors; what prl-submit --replay sets"
+        str, "run folder that is trained on again, without samplers and actors; what prl-submit --replay sets"
     ] = ""
+    replay_from: Annotated[
+        Literal["steps", "rollouts"],
+        "steps: on its step files as they are; rollouts: on steps built anew from its rollouts, by this run's preprocess",
+    ] = "steps"
     seed: Annotated[int, "governs initial weights and problem order", AtLeast(0)] = 1
     steps: Annotated[int, "optimizer steps to train", AtLeast(1)] = 100
     mode: Annotated[

@@ -1,4 +1,4 @@
-"""Replay: a run that trains on the step files of another one, with trainers alone."""
+"""Replay: a run that trains on the step files of another one, or on steps made of its rollouts, without samplers."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -8,12 +8,15 @@ from prl.config.load import ConfigError, load
 from prl.config.schema import Config
 from prl.orchestrator.steps import StepEntry
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.reclaim import read_reclaimed
 from prl.streams.steps import find_steps
 
 
 def replayed_steps(config: Config, after: int) -> list[StepEntry]:
-    """The step files after+1, ..., run.steps of the run that is replayed. Their rollouts belong to that run: none has an end in
-    this one. Raises ConfigError where a file is missing."""
+    """The step files after+1, ..., run.steps of the run that is replayed; none where the preprocessor makes them from its
+    rollouts. Their rollouts belong to that run: none has an end in this one. Raises ConfigError where a file is missing."""
+    if config.run.replay_from == "rollouts":
+        return []
     found = find_steps(RunFolder(config.run.replay).steps)
     entries = []
     for step in range(after + 1, config.run.steps + 1):
@@ -45,6 +48,10 @@ def replay_problems(config: Config) -> Iterator[str]:
             f"run.seed = {config.run.seed}: draws the initial weights, and run.replay = {run} began with those of seed "
             f"{original.run.seed}; set it to that"
         )
+    if config.run.replay_from == "rollouts":
+        if any(file.kind == "rollouts" for file in read_reclaimed(run)):
+            yield f"run.replay = {run}: rollouts of it were deleted behind its checkpoints (streams.keep: needed)"
+        return
     found = set(find_steps(run.steps))
     if not set(range(1, config.run.steps + 1)) <= found:
         yield _missing(config, found)
@@ -59,4 +66,4 @@ def _missing(config: Config, found: set[int]) -> str:
             f"run.steps={first - 1}"
         )
     deleted = ", which were deleted behind its checkpoints (streams.keep: needed)" if RunFolder(run).reclaimed.exists() else ""
-    return f"run.replay = {run}: has no step file 1{deleted}; a run is replayed from its step files: give it streams.keep: all"
+    return f"run.replay = {run}: has no step file 1{deleted}; give a run that is to be replayed streams.keep: all"

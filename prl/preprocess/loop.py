@@ -19,6 +19,7 @@ from prl.flow.events import to_discard_rows, to_rows
 from prl.flow.ids import RolloutId
 from prl.preprocess.assemble import DROPPED, Moment
 from prl.preprocess.builder import BuilderSettings, Built, PublishedStep, UnreadableEntry, Workshop
+from prl.preprocess.replay import replay
 from prl.preprocess.steps import Arrival, StepMaker, StepOrder
 from prl.streams.contract import announced
 from prl.streams.files import StreamError, next_sequence
@@ -31,6 +32,10 @@ _LONG_POLL_S = 5.0
 
 async def preprocess(child: Child, client: ControlClient) -> None:
     """Run until the orchestrator says stop."""
+    if child.config.run.replay:
+        await client.join({})
+        await replay(child, client, _data_parallel_size(child))
+        return
     options, run = child.config.preprocess, child.config.run
     held_bytes = options.memory_mib * 2**20 if options.processes == 1 else 0  # workers read for themselves
     maker = StepMaker(options, run.groups_per_step, run.order, held_bytes)

@@ -62,6 +62,15 @@ def test_a_replay_starts_trainers_alone(original, capsys):
     assert not any(entry.trained for entry in start.waiting)
 
 
+def test_a_replay_from_rollouts_has_a_preprocessor_and_no_steps_yet(original):
+    config = load(Path("c.yaml"), [f"run.replay={original}", "run.replay_from=rollouts"])
+    start = find_start(RunFolder("new"), config)
+    allocation = Allocation(None, 0, 0, ((Host("here", "127.0.0.1"),),))
+    plan = bind(config, make_split(config), allocation, 1, 29500, start.resume)
+    assert [child.name for child in plan.children] == ["trainer 0", "trainer 1", "preprocess 0"]
+    assert not start.waiting
+
+
 def test_what_does_not_fit_is_refused(original, capsys):
     assert "no run lies there" in refused(capsys, "--replay", "elsewhere")
     assert "has the step files 1 to 3; set at most run.steps=3" in refused(
@@ -73,12 +82,13 @@ def test_what_does_not_fit_is_refused(original, capsys):
     assert "run.seed = 2: draws the initial weights" in other
     assert submit.main(["--resume", "original", "--replay", "original"]) == 2
     assert "leave out one of them" in capsys.readouterr().err
+    assert "name that run too" in refused(capsys, "--replay-rollouts")
 
 
 def test_deleted_step_files_are_told(original, capsys):
     for path in original.steps.iterdir():
         path.unlink()
-    assert "has no step file 1; a run is replayed from its step files" in refused(capsys, "--replay", "original")
+    assert "has no step file 1; give a run that is to be replayed streams.keep: all" in refused(capsys, "--replay", "original")
     original.reclaimed.touch()
     assert "deleted behind its checkpoints (streams.keep: needed)" in refused(capsys, "--replay", "original")
     config = load(Path("c.yaml"), [f"run.replay={original}"])

@@ -18,10 +18,10 @@ def test_the_audit_passes(quickstart):
     assert 1 <= result.lag_max <= 4
 
 
-def test_a_replay_has_the_losses_of_the_original(quickstart, tmp_path):
-    replayed = submit(
-        tmp_path / "replay", "configs/quickstart.yaml", "--replay", quickstart.folder.path, "--set", f"run.steps={STEPS}"
-    )
+@pytest.mark.parametrize("source", ["steps", "rollouts"])
+def test_a_replay_has_the_losses_of_the_original(quickstart, tmp_path, source):
+    again = ["--replay", quickstart.folder.path, *(["--replay-rollouts"] if source == "rollouts" else [])]
+    replayed = submit(tmp_path / "replay", "configs/quickstart.yaml", *again, "--set", f"run.steps={STEPS}")
     assert replayed.code == 0, replayed.logs()
     assert replayed.exit["steps"] == STEPS
     events = replayed.events("step")
@@ -32,6 +32,7 @@ def test_a_replay_has_the_losses_of_the_original(quickstart, tmp_path):
             assert event.values[name] == pytest.approx(original.values[name], abs=1e-6, rel=1e-6), (event.step, name)
     logs = {path.name for path in replayed.folder.logs(1).glob("*.log")}
     assert {"trainer-0.log", "trainer-1.log"} <= logs
-    assert not any(name.startswith(("sampler", "actor", "preprocess")) for name in logs)
+    assert not any(name.startswith(("sampler", "actor")) for name in logs)
+    assert ("preprocess-0.log" in logs) == (source == "rollouts")
     assert (replayed.folder.export / "model.safetensors").is_file()
     assert audit(replayed.folder.path).passed

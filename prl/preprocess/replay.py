@@ -1,0 +1,116 @@
+"""Replay from rollouts: the steps of another run are built anew from its rollout files, with this run's options."""
+
+import asyncio
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow.compute as pc
+
+from prl.config.schema import Config
+from prl.control.child import Child
+from prl.control.client import ControlClient
+from prl.preprocess.assemble import Moment, Step, build_step, prepare
+from prl.runfolder.paths import RunFolder
+from prl.streams.files import StreamError, StreamFile, list_published, next_sequence
+from prl.streams.ledger import read_ledger
+from prl.streams.reader import read_rollouts
+from prl.streams.records import Group
+from prl.streams.steps import write_step
+
+_LONG_POLL_S = 5.0
+_FILES_HELD = 8  # rollout files in memory at once; those of one step mostly lie in few
+
+
+class Original:
+    """The run whose rollouts are trained on again."""
+
+    def __init__(self, run: RunFolder) -> None:
+        """Reads the ledger, and looks once into every rollout file."""
+        self._run = run
+        self._steps = _groups_of_steps(run)
+        self._files: dict[tuple[int, int], StreamFile] = {}  # by group and issue
+        self._read = lru_cache(_FILES_HELD)(_read)
+        for writer in run.rollouts.iterdir():
+            for _, file in list_published(writer):
+                self._files |= dict.fromkeys(_read(file), file)
+
+    def groups(self, step: int) -> list[Group]:
+        """The groups that the surviving lineage trained in a step, in the ledger's order. Raises StreamError where one is not
+        there any more, or no such step was trained."""
+        if step not in self._steps:
+            raise StreamError(f"{self._run}: step {step} was not trained there; lower run.steps")
+        groups = []
+        for pair in self._steps[step]:
+            if pair not in self._files:
+                raise StreamError(
+                    f"{self._run}: the rollouts of group {pair[0]}, trained in step {step}, are not there any more"
+                )
+            groups.append(self._read(self._files[pair])[pair])
+        return groups
+
+
+def rebuild(original: Original, step: int, config: Config, data_parallel_size: int) -> Step:
+    """A step of the original run, built with the options of `config`."""
+    run = config.run
+    max_lag = run.max_lag if run.mode == "pipeline" else run.steps_per_generation - 1
+    prepared = [prepare(group, config.preprocess) for group in original.groups(step)]
+    return build_step(
+        [group for group in prepared if group.samples], Moment(step, 0, {}, max_lag), config.preprocess, data_parallel_size
+    )
+
+
+async def replay(child: Child, client: ControlClient, data_parallel_size: int) -> None:
+    """Write one step file after another, at most one ahead of the trainer. None of their rollouts has an end in this run."""
+    wait_s = child.config.control.wait_s
+    client.progress(f"looking through the rollouts of {child.config.run.replay}")
+    original = await asyncio.to_thread(Original, RunFolder(child.config.run.replay))
+    sequence = next_sequence(child.run.steps)
+    trained_step: int | None = None
+    while not client.stopping.is_set():
+        body = {"after": 0, "trained_step": trained_step}
+        answer = await client.call("next_rollouts", body, deadline_s=_LONG_POLL_S + wait_s, reason="waiting for the trainer")
+        trained_step, step = int(answer["trained_step"]), int(answer["next_step"])
+        if answer["stop"] or step > child.config.run.steps:
+            await client.stopping.wait()
+            return
+        for number in range(step, min(trained_step + 2, child.config.run.steps) + 1):
+            client.progress(f"building step {number}")
+            made = await asyncio.to_thread(rebuild, original, number, child.config, data_parallel_size)
+            file = await asyncio.to_thread(_write, child, made, sequence)
+            sequence += 1
+            announcement = {
+                "step": number,
+                "path": file.path.relative_to(child.run.path).as_posix(),
+                "bytes": file.bytes,
+                "checksum": file.checksum,
+                "trained": [],
+                "discarded": [],
+                "metrics": made.metrics,
+            }
+            await client.call("step_file", announcement, deadline_s=wait_s, reason=f"announcing step {number}")
+
+
+def _write(child: Child, made: Step, sequence: int) -> StreamFile:
+    run = child.config.run.name
+    return write_step(
+        child.run.steps, made.facts.step, made.microbatches, made.facts, run=run, attempt=child.attempt, sequence=sequence
+    )
+
+
+def _read(file: StreamFile) -> dict[tuple[int, int], Group]:
+    groups = read_rollouts(Path(file.path), file.bytes, file.checksum)
+    return {(group.group, group.issue): group for group in groups}
+
+
+def _groups_of_steps(run: RunFolder) -> dict[int, list[tuple[int, int]]]:
+    """Step to its groups and issues: where it was trained in several lineages, those of the last."""
+    table = read_ledger(run.ledgers)
+    rows = table.filter(pc.field("event") == "trained")
+    lineages: dict[int, int] = {}
+    found: dict[int, dict[tuple[int, int], None]] = {}
+    columns = (rows.column(name).to_pylist() for name in ("step", "version_lineage", "group_id", "issue"))
+    for step, lineage, group, issue in zip(*columns, strict=True):
+        if lineage > lineages.get(step, -1):
+            lineages[step], found[step] = lineage, {}
+        found[step].setdefault((group, issue))
+    return {step: list(pairs) for step, pairs in found.items()}
