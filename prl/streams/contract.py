@@ -87,9 +87,13 @@ class Source(Protocol):
 
 def check_writer(name: str) -> str:
     """The name, where it is fit to be one of a folder or a key. Raises StreamError."""
-    if not _WRITER.fullmatch(name):
+    if not is_writer(name):
         raise StreamError(f"writer {name!r}: only letters, digits, '-' and '_' (at most 100)")
     return name
+
+
+def is_writer(name: str) -> bool:
+    return _WRITER.fullmatch(name) is not None
 
 
 def further(cursor: Cursor, entries: Sequence[Published]) -> dict[str, int]:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import open_folder
 from prl.runfolder.striping import one_stripe
-from prl.streams.contract import Cursor, Published, check_writer
+from prl.streams.contract import Cursor, Published, check_writer, is_writer
 from prl.streams.files import (
     FILE_NAME,
     Header,
@@ -70,7 +70,7 @@ class FolderSource:
             writers = sorted(os.listdir(self._run.rollouts))
         except FileNotFoundError:
             return
-        for writer in writers:
+        for writer in filter(is_writer, writers):
             with contextlib.suppress(NotADirectoryError):
                 for stem, file in list_published(self._run.rollouts / writer):
                     if stem == KIND and file.sequence > after.get(writer, -1):

@@ -53,8 +53,9 @@ class LedgerWriter:
         folder.mkdir(parents=True, exist_ok=True)
         number = max((int(p.stem.removeprefix("ledger_")) for p in _files(folder)), default=-1) + 1
         self.path = folder / f"ledger_{number:04d}.frames"
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        sync_folder(folder)
+        with storage(self.path):
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            sync_folder(folder)
         self._broken: OSError | None = None
 
     def append(self, events: Sequence[LedgerEvent]) -> None:

@@ -16,7 +16,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from prl.streams.contract import Cursor, Published, check_writer
+from prl.streams.contract import Cursor, Published, check_writer, is_writer
 from prl.streams.files import Header, StreamError, check_bytes, checksum_of
 from prl.streams.options import RedisOptions
 
@@ -103,7 +103,7 @@ class RedisAppender:
         self._key = place.key(writer)
         self._server.ask("sadd", place.writers_key, writer)
         # Sizes of the entries in the stream, the oldest first; those at the head may be released already.
-        self._sizes = deque(len(fields[b"data"]) for _, fields in self._server.walk(self._key, 0))
+        self._sizes = deque(len(fields.get(b"data", b"")) for _, fields in self._server.walk(self._key, 0))
         self.next_sequence = 0
         if self._server.ask("exists", self._key):  # a stream remembers its last id also where all is released
             last = self._server.ask("xinfo_stream", self._key)["last-generated-id"]
@@ -167,10 +167,14 @@ class RedisSource:
         return check_bytes(found[0][1][b"data"], entry.bytes, entry.checksum, entry.name)
 
     def entries(self, after: Cursor) -> Iterator[Published]:
-        for writer in sorted(name.decode() for name in self._server.ask("smembers", self._place.writers_key)):
+        """Whatever somebody else may have put there: what is no entry of prl's is found unreadable by who reads it."""
+        names = (name.decode(errors="replace") for name in self._server.ask("smembers", self._place.writers_key))
+        for writer in sorted(filter(is_writer, names)):
             for sequence, fields in self._server.walk(self._place.key(writer), after.get(writer, -1) + 1):
-                attempt, checksum = int(fields[b"attempt"]), fields[b"checksum"].decode()
-                yield Published(f"{writer}/{sequence}", writer, attempt, sequence, len(fields[b"data"]), checksum)
+                attempt, size = fields.get(b"attempt", b""), len(fields.get(b"data", b""))
+                checksum = fields.get(b"checksum", b"").decode(errors="replace")
+                number = int(attempt) if attempt.isdigit() and len(attempt) < 10 else 0
+                yield Published(f"{writer}/{sequence}", writer, number, sequence, size, checksum)
 
     def set_aside(self, entry: Published) -> None:
         """Into a stream for such entries, the newest of which are kept."""

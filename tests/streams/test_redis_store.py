@@ -19,6 +19,7 @@ from stream_data import assert_equal, make_group
 from prl.control.ports import free_port
 from prl.control.token import create_token
 from prl.runfolder.paths import RunFolder
+from prl.streams.files import StreamError
 from prl.streams.opening import open_reader, open_writer
 from prl.streams.options import RedisOptions, StreamsOptions
 from prl.streams.redis_server import RedisServer, RedisStartError
@@ -239,3 +240,24 @@ def test_parts_of_it_work_alone(redis_run):
         ((_, kept),) = client.xrange("prl:other:quarantine")
     assert kept[b"name"] == b"a/0"
     assert len(kept[b"data"]) == entry.bytes
+
+
+def test_what_somebody_else_put_there_is_unreadable_and_no_crash(redis_run):
+    url = json.loads(redis_run.redis_url(1).read_text())["url"]
+    writer = open_writer(redis_run, "a", "run", 1, options())
+    (good,) = writer.append(make_group(0, RNG))
+    with redis.Redis.from_url(url, password=redis_run.token.read_text()) as client:
+        (key,) = (name for name in client.keys("prl:*:rollouts:a"))
+        writers = key.replace(b":rollouts:a", b":writers")
+        client.sadd(writers, "../x", b"\xff", "b")
+        client.xadd(key, {"data": "junk", "checksum": b"\xff", "attempt": "9" * 5000}, id="5-0")
+        client.xadd(key, {"other": "junk"}, id="6-0")
+    reader = open_reader(redis_run, "run", 1, options())
+    found, cursor = reader.poll({})
+    assert cursor == {"a": 5}
+    for entry in found[1:]:
+        with pytest.raises(StreamError):
+            reader.read(entry)
+    assert reader.poll({})[0] == [good]
+    assert reader.unreadable == 2
+    assert open_writer(redis_run, "a", "run", 1, options()).append(make_group(1, RNG))[0].sequence == 6

@@ -13,8 +13,11 @@ import os
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -128,8 +131,8 @@ def read_msgpack(folder: Path) -> Flat:
     return flat((r["prompt_ids"], r["output_ids"], r["logprobs"], r["reward"]) for r in rows)
 
 
-def write_npy(folder: Path, groups: Sequence[Group]) -> None:
-    """Flat arrays of numbers and nothing else: no ids, no versions, no checks."""
+def write_npy(folder: Path, groups: Sequence[Group], checksums: bool = False) -> None:
+    """Flat arrays of numbers and nothing else: no ids, no versions, and checksums only if asked for."""
     for number, piece in enumerate(pieces(groups)):
         turns = list(turns_of(piece))
         arrays = {
@@ -142,17 +145,24 @@ def write_npy(folder: Path, groups: Sequence[Group]) -> None:
         for name, array in arrays.items():
             with (folder / f"{name}_{number:04d}.npy").open("wb") as file:
                 np.save(file, array)
+                if checksums:
+                    file.write(zlib.crc32(array).to_bytes(4, "little"))
                 file.flush()
                 os.fsync(file.fileno())
 
 
-def read_npy(folder: Path) -> Flat:
+def read_npy(folder: Path, checksums: bool = False) -> Flat:
+    def load(name: str, number: int) -> Any:
+        with (folder / f"{name}_{number:04d}.npy").open("rb") as file:
+            array = np.load(file)
+            if checksums:
+                assert zlib.crc32(array).to_bytes(4, "little") == file.read()
+        return array
+
     def rows() -> Iterator[tuple[object, object, object, float]]:
         for number in range(len(list(folder.glob("lengths_*.npy")))):
-            prompts, outputs, logprobs, lengths, rewards = (
-                np.load(folder / f"{name}_{number:04d}.npy")
-                for name in ("prompts", "outputs", "logprobs", "lengths", "rewards")
-            )
+            names = ("prompts", "outputs", "logprobs", "lengths", "rewards")
+            prompts, outputs, logprobs, lengths, rewards = (load(name, number) for name in names)
             ends = lengths.cumsum(axis=0).tolist()
             p = o = 0
             for (to_p, to_o), reward in zip(ends, rewards.tolist(), strict=True):
@@ -165,6 +175,7 @@ def read_npy(folder: Path) -> Flat:
 WAYS: dict[str, Way] = {
     "prl": (write_prl, read_prl),
     "raw .npy": (write_npy, read_npy),
+    "raw .npy, crc32": (partial(write_npy, checksums=True), partial(read_npy, checksums=True)),
     "msgpack, lists": (write_msgpack, read_msgpack),
     "JSONL, orjson": lines_way(orjson.dumps, orjson.loads),
     "JSONL, json": lines_way(lambda value: json.dumps(value).encode(), json.loads),
