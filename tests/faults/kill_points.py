@@ -16,7 +16,7 @@ PROCESSES = ("actor-0", "preprocess-0", "trainer-0", "orchestrator-0")  # the la
 MOMENTS = ("first", "middle", "last")
 _AT_THE_END = re.compile(r".*export|.*exit\.json|unlink attempt_N/\.reserve|fsync \. ")
 _AT_THE_START = re.compile(
-    r"\w+ attempt_N|mkdir (metrics|streams)|create streams/ledger|fsync streams/ledger/attempt_N |read streams/rollouts.*reclaim"
+    r"\w+ attempt_N|mkdir (metrics|streams)|create streams/ledger|fsync streams/ledger/attempt_N |read streams/.*reclaim"
 )
 # What an attempt passes only where the one before left something: the point at which that one has to have died.
 _LEFTOVERS = {

@@ -6,7 +6,7 @@ log/fired.jsonl. A rule:
     role, index   whose process; roles are prl's packages and "orchestrator"
     fault         see `fault_layer`
     point         what the operation's point has to match, a regular expression
-    after_step    only once the step file of this number is there (default 0: from the start)
+    after_step    only once the step file of this number, or a later one, is there (default 0: from the start)
     times         how often, at most (default: always)
     each          `times` counts for each path by itself
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 from fault_layer import LOOKS, FaultLayer, Operation
 
 PUBLISHED = re.compile(r"attempt_N|streams|checkpoints|\.tmp-export|export|metrics|control|\. ")
+STEP_FILE = re.compile(r"step_(\d+)_")
 LEFT_OUT = re.compile(r"attempt_N/(logs|submitit)\b")  # by others, and nothing that a run goes by
 
 
@@ -63,7 +64,8 @@ class FaultyProcess:
         self._append("fired.jsonl", json.dumps({"process": self._name, "point": operation.point, "path": operation.path}))
 
     def _is_there(self, step: int) -> bool:
-        return not step or any(name.startswith(f"step_{step:08d}") for name in os.listdir(self._run / "streams" / "steps"))
+        found = map(STEP_FILE.match, os.listdir(self._run / "streams" / "steps") if step else ())
+        return not step or any(match and int(match[1]) >= step for match in found)
 
     def _append(self, name: str, line: str) -> None:
         self._log.mkdir(parents=True, exist_ok=True)
