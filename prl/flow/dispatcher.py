@@ -151,9 +151,10 @@ class Dispatcher:
 
     @property
     def used_up(self) -> bool:
-        """Whether no other step can come together: the epochs have been handed out, and too little is left of them."""
+        """Whether no other step can come together: the epochs have been handed out, and too little is left of them. (Steps that
+        are trained again after a rollback are still to come.)"""
         awaited = self._flights.having("queued", "leased")
-        too_few = len(self._flights) < self.settings.groups_per_step
+        too_few = len(self._flights) < self.settings.groups_per_step and self._trained.step >= self._furthest_trained
         return bool(self._order.sizes) and not self._order.left() and not awaited and too_few
 
     @property

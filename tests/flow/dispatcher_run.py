@@ -187,20 +187,24 @@ class Run:
         self.dispatcher.problems(SIZES)
         self.dispatcher.committed(Version(lineage, self.step))
 
-    # The rest of the run without mishaps
+    # Work without mishaps
+
+    def advance(self, value: int) -> None:
+        """As much as leads to the next step, most of the time."""
+        for actor in range(ACTORS):
+            self.lease(actor + 3)
+        while self.held:
+            self.result(value)
+        self.make(0)
+        self.train(0)
+        self.commit(0)
 
     def finish(self) -> None:
         """Ends with the last step, or with the problems: nobody waits for anybody."""
         for _ in range(40 * (self.settings.steps + 1)):
             if self.step == self.settings.steps or self.dispatcher.used_up:
                 break
-            for value in range(ACTORS):
-                self.lease(value + 3)
-            while self.held:
-                self.result(1)
-            self.make(0)
-            self.train(0)
-            self.commit(0)
+            self.advance(1)
             self.check()
         else:
             raise AssertionError(f"the run stands still at step {self.step}")

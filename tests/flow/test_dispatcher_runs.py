@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.problems import ProblemOrder
 
-WORK = ["lease", "result", "make", "train", "commit"]
+WORK = ["lease", "result", "make", "train", "commit", "advance", "advance"]
 MISHAPS = ["fail", "unreadable", "lose", "wait", "late", "drop"]
 CRASHES = ["checkpoint", "resume"]
 VALUES = st.integers(0, 30)
@@ -33,7 +33,7 @@ quick = settings(max_examples=100, deadline=None, suppress_health_check=[HealthC
 
 def operations(*names: str):
     """Many, since hypothesis takes few where it may."""
-    return st.lists(st.tuples(st.sampled_from([*WORK, *WORK, *names]), VALUES), min_size=30, max_size=100)
+    return st.lists(st.tuples(st.sampled_from([*WORK, *WORK, *names]), VALUES), min_size=20, max_size=80)
 
 
 @quick
