@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
 
 from prl.trainer.engine import Engine
 from prl.trainer.hf_folder import replace_folder, sync
@@ -19,13 +20,19 @@ _PART = "trainer"
 
 def save_checkpoint(engine: Engine, folder: Path, step: int) -> None:
     """Write `folder`/trainer, durable when this returns. A collective of all ranks; an older one of the name is replaced (it
-    belongs to a lineage that was left)."""
+    belongs to a lineage that was left). Raises OSError."""
     temporary = folder / f".tmp-{_PART}"
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(engine, step, is_loading=False), str(temporary))
+    try:
+        dist_checkpointing.save(_state(engine, step, is_loading=False), str(temporary))
+    except CheckpointException as error:  # it is no Exception, and says neither where nor, often, why
+        raise OSError(
+            f"{folder}: the checkpoint could not be written; this process's log says why. Look whether space and quota are "
+            f"left there (df -h, df -i, quota)"
+        ) from error
     for path in temporary.glob(f"__{dist.get_rank()}_*"):
         sync(path)  # each node must write back its own
     dist.barrier()

@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError
-from prl.runfolder.publish import sync_folder
+from prl.runfolder.publish import storage, sync_folder
 from prl.trainer.mapping import tensor_shapes
 
 _INDEX = "model.safetensors.index.json"
@@ -42,17 +42,22 @@ def write_folder(folder: Path, tensors: Iterable[tuple[str, Tensor]], source: Pa
     """Write the weights with `source`'s config and tokenizer to `folder`, whole or not at all; an earlier one is replaced.
 
     `dtype` is the name of the tensors' dtype, e.g. float32. All tensors are held in memory until they are written.
+    Raises OSError (StorageFull).
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     weights = {name: tensor.contiguous().cpu() for name, tensor in tensors}
-    save_file(weights, temporary / _WEIGHTS, metadata={"format": "pt"})
-    for path in source.iterdir():
-        if path.is_file() and path.name != _INDEX and path.suffix not in (".safetensors", ".bin", ".pt", ".gguf"):
-            shutil.copyfile(path, temporary / path.name)
-    _write_config(temporary / "config.json", dtype)
-    replace_folder(temporary, folder)
+    with storage(folder):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            save_file(weights, temporary / _WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{folder}: {error}") from error
+        for path in source.iterdir():
+            if path.is_file() and path.name != _INDEX and path.suffix not in (".safetensors", ".bin", ".pt", ".gguf"):
+                shutil.copyfile(path, temporary / path.name)
+        _write_config(temporary / "config.json", dtype)
+        replace_folder(temporary, folder)
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
