@@ -107,6 +107,7 @@ def test_a_full_filesystem_ends_the_run_with_its_name_and_a_resume_goes_on(run, 
         ("orchestrator", "write streams/ledger/.*"),
         ("orchestrator", "create checkpoints/.*"),
         ("trainer", "write checkpoints/.*"),
+        ("trainer", "write .tmp-export/.*"),
     ):
         run.resume({"role": role, "point": point, "fault": fault, "after_step": run.checkpoint + 1})
         assert run.code == 1
@@ -114,7 +115,7 @@ def test_a_full_filesystem_ends_the_run_with_its_name_and_a_resume_goes_on(run, 
         assert run.exit["role"] == role
         assert str(run.folder) in run.exit["cause"]
         assert {"ENOSPC": "space", "EDQUOT": "quota"}[fault] in run.exit["cause"].lower()
-        assert run.exit["cause"] in run.output.replace("\n", " ") or str(run.folder) in run.output
+        assert run.exit["cause"] in run.output
         run.check()
     run.resume()
     run.check_ended()
