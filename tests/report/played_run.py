@@ -15,6 +15,7 @@ from prl.domains.options import DomainOptions
 from prl.flow.ids import Lease
 from prl.flow.versions import Version
 from prl.orchestrator.options import RunOptions
+from prl.orchestrator.reclaim import Reclaimer
 from prl.orchestrator.resume import find_start
 from prl.preprocess.assemble import Moment, build_step
 from prl.preprocess.options import PreprocessOptions
@@ -31,7 +32,7 @@ from prl.streams.writer import RolloutWriter
 ROLLOUTS = 3
 
 
-def config(folder: Path, steps: int = 8, order: str = "dispatch") -> Config:
+def config(folder: Path, steps: int = 8, order: str = "dispatch", keep: str = "all") -> Config:
     return Config(
         run=RunOptions(
             name="played",
@@ -44,7 +45,7 @@ def config(folder: Path, steps: int = 8, order: str = "dispatch") -> Config:
         ),
         domains=(DomainOptions(name="digits"),),
         preprocess=PreprocessOptions(drop_equal_groups=True, pack_tokens=32),
-        streams=StreamsOptions(roll_groups=2),
+        streams=StreamsOptions(roll_groups=2, keep=keep),
     )
 
 
@@ -76,6 +77,7 @@ class Attempt:
         self._unannounced: dict[tuple[int, int], Group] = {}
         self._entries = {int(entry.file["step"]): list(entry.trained) for entry in start.waiting}
         self._sequence = next_sequence(run.steps)
+        self._reclaimer = Reclaimer(run, self.number)
         self.operations = 0
 
     def play(self) -> None:
@@ -122,6 +124,7 @@ class Attempt:
             published += [entry for writer in self._writers for entry in writer.flush()]
         self._tick()
         for entry in published:
+            self._reclaimer.announced(entry.announcement())
             for facts in entry.groups:
                 group = self._unannounced.pop((facts.group, facts.issue))
                 if self._dispatcher.result(group.group, group.issue):
@@ -177,6 +180,10 @@ class Attempt:
         }
         (folder / "manifest.json").write_text(json.dumps(manifest))
         self._tick()
+        if self.config.streams.keep == "needed":
+            self._reclaimer.reclaim(self._step, manifest["dispatcher"])
+            assert not self._reclaimer.failures
+            self._tick()
 
 
 def answer(lease: Lease, version: Version) -> Group:

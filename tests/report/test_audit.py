@@ -293,13 +293,15 @@ def play_until_crash(folder) -> RunFolder:
     return run
 
 
-def test_every_point_of_interruption_leaves_equal_trained_sequences_and_a_run_that_passes(tmp_path):
-    """`order: dispatch`: which rollouts each step trains on depends neither on who is quick nor on crashes."""
+@pytest.mark.parametrize("keep", ["all", "needed"])
+def test_every_point_of_interruption_leaves_equal_trained_sequences_and_a_run_that_passes(tmp_path, keep):
+    """`order: dispatch`: which rollouts each step trains on depends neither on who is quick, nor on crashes, nor on what is
+    deleted behind checkpoints."""
     wanted = trained_sequence(play(tmp_path / "whole"))
     assert [step for step, _ in wanted] == list(range(1, 9))
     interrupted = 0
-    for crash_at in range(1, 200, 5):
-        run, settings = new_run(tmp_path / f"crash_{crash_at}")
+    for crash_at in range(1, 200, 7):
+        run, settings = new_run(tmp_path / f"crash_{crash_at}", keep=keep)
         try:
             Attempt(run, settings, seed=crash_at, crash_at=crash_at).play()
             break
@@ -319,7 +321,8 @@ def test_every_point_of_interruption_leaves_equal_trained_sequences_and_a_run_th
         assert result.passed, render(result)
         assert result.ended == "done"
         assert trained_sequence(run) == wanted
-    assert interrupted > 5
+        assert bool(result.reclaimed_files) == (keep == "needed")
+    assert interrupted > 4
 
 
 def test_the_command(run, capsys):
