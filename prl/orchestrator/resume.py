@@ -33,6 +33,7 @@ def find_start(run: RunFolder, config: Config) -> Start:
     """Read the newest manifest, if there is one. Raises ResumeError where it does not fit the ledger."""
     settings = dispatcher_settings(config)
     manifests = run.manifests()
+    _check_ledgers(run)
     earlier = list(ledger_events(read_ledger(run.ledgers)))
     if not manifests:
         if earlier:
@@ -84,6 +85,16 @@ def _last_lineage(run: RunFolder) -> int:
     """The highest lineage that any attempt has used, also one that left no checkpoint."""
     lineages = [json.loads(run.plan(n).read_text())["lineage"] for n in run.attempts() if run.plan(n).exists()]
     return max(lineages, default=0)
+
+
+def _check_ledgers(run: RunFolder) -> None:
+    """Every attempt that has begun has a ledger; without one of them its rollout ids would be issued a second time."""
+    for number in run.attempts():
+        if run.orchestrator_url(number).exists() and not any(run.ledger(number).glob("ledger_*.frames")):
+            raise ResumeError(
+                f"{run}: attempt {number} has begun, and its ledger is not in {run.ledger(number)}: a shared filesystem may "
+                f"show it late, then resume again in a minute; otherwise restore it"
+            )
 
 
 def _check_trained_again(run: RunFolder, step: int, waiting: Sequence[StepEntry], since: Iterable[LedgerEvent]) -> None:

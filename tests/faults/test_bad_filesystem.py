@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from publishing import RUN, groups_there, make_events, make_group, make_run, make_step, open_reader, open_writer
 
-from prl.runfolder.publish import publish
+from prl.config.schema import Config
+from prl.domains.options import DomainOptions
+from prl.orchestrator.resume import ResumeError, find_start
+from prl.runfolder.publish import publish, publish_json
 from prl.streams.files import next_sequence
 from prl.streams.ledger import LedgerWriter, ledger_events, read_ledger
 from prl.streams.steps import find_steps, read_step, write_step
@@ -150,6 +153,21 @@ def test_the_ledger_holds_what_was_acknowledged(tmp_path_factory, seed):
     assert len(set(found)) == len(found)
     assert set(acknowledged) <= set(found) <= set(asked)
     assert found == sorted(found)
+
+
+def test_an_attempt_whose_ledger_shows_late_is_not_passed_over(tmp_path):
+    """Else its rollout ids would be issued a second time."""
+    run, config = make_run(tmp_path), Config(domains=(DomainOptions(name="digits"),))
+    for attempt in (1, 2):
+        run.attempt(attempt).mkdir()
+        with LedgerWriter(run.ledger(attempt)) as writer:
+            writer.append(make_events(attempt))
+        publish_json(run.attempt(attempt) / "control.json", {"url": "http://127.0.0.1:1"})
+    late = {"streams/ledger/attempt_002", "streams/ledger/attempt_002/ledger_0000.frames"}
+    for hidden in (late, {max(late)}):
+        plan = FaultLayer(tmp_path, lambda operation, hidden=hidden: "late" if operation.path in hidden else None)
+        with plan, pytest.raises(ResumeError, match=r"attempt 2 .* may show it late"):
+            find_start(run, config)
 
 
 @pytest.mark.parametrize("fault", FULL)
