@@ -147,7 +147,7 @@ class Dispatcher:
     @property
     def generation_sampled(self) -> bool:
         """conventional: whether all that this generation trains on was handed out and has come back."""
-        return self.budget() <= 0 and not self._flights.having("queued", "leased")
+        return self.budget() <= 0 and not self._flights.having("leased") and not self._due_again()
 
     @property
     def used_up(self) -> bool:
@@ -188,6 +188,14 @@ class Dispatcher:
             room = min(room, s.groups_per_step - flying)
         return min(room, self._order.left())
 
+    def _due_again(self) -> list[int]:
+        """Groups to be sampled again whose turn it is."""
+        if self._version is None:
+            return []
+        queued = [number for number, _ in self._flights.having("queued")]
+        working = len(self._flights) - len(queued)
+        return queued[: max(self._admitted(self._version) - working, 0)]
+
     def _admitted(self, version: Version) -> int:
         """Most groups that may be in flight."""
         s, done = self.settings, version.step
@@ -222,9 +230,7 @@ class Dispatcher:
         if not self._order.sizes:
             raise DispatcherError("lease before problems: no actor has said how many problems there are")
         leases = self._evaluations.lease(actor, groups, now)
-        queued = [n for n, _ in self._flights.having("queued")]
-        working = len(self._flights) - len(queued)
-        numbers = queued[: max(min(groups - len(leases), self._admitted(self._version) - working), 0)]
+        numbers = self._due_again()[: groups - len(leases)]
         new = min(groups - len(leases) - len(numbers), self.budget())
         numbers += [self._flights.add(self._order.draw()) for _ in range(new)]
         events: list[LedgerEvent] = []

@@ -20,6 +20,7 @@ ENDS = ("trained", "discarded", "issued_again")
 class Received:
     ids: list[RolloutId]
     version: Version  # that sampled it
+    announced: bool = True  # in this attempt: of what was before, the dispatcher need not know the bytes
 
 
 class Run:
@@ -60,7 +61,7 @@ class Run:
     def lease(self, value: int) -> None:
         d, s = self.dispatcher, self.settings
         before, budget = d.in_flight, d.budget()
-        waiting = sum(len(g.ids) for g in self.waiting_groups()) * ROLLOUT_BYTES
+        waiting = sum(len(g.ids) for g in self.waiting_groups() if g.announced) * ROLLOUT_BYTES
         leased = d.lease(value % ACTORS, 1 + value % 5, self.clock)
         for lease in leased.leases:
             self.held[lease.group] = (value % ACTORS, lease, self.version, self.clock)
@@ -181,6 +182,8 @@ class Run:
         self.dispatcher.replay(self.ledger[state["events"] :])
         self.files = {step: groups for step, groups in self.files.items() if step > self.step}
         keep = {i.group for step in self.files for i in self.ids_of(step)}
+        for entry in (entry for groups in self.files.values() for entry in groups):
+            entry.announced = False
         self.ledger += self.dispatcher.reissue_outstanding("attempt ended", keep)
         self.over += [lease for _, lease, *_ in self.held.values()]
         self.held, self.received = {}, {}
