@@ -8,6 +8,7 @@ import time
 from contextlib import asynccontextmanager
 
 import aiohttp
+import psutil
 import pytest
 
 from prl.control.token import authorization
@@ -106,14 +107,48 @@ def test_a_worker_that_dies_fails_its_check_alone_and_is_replaced():
     asyncio.run(scenario())
 
 
-def test_no_worker_outlives_the_pool():
+def living_children():
+    return [child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("closed_after_s", [0.0, 0.3])
+def test_no_worker_outlives_the_pool(closed_after_s):
+    """Whatever goes on in it: checks, waits for a worker, workers that are being started anew. Who waits is told."""
+
     async def scenario():
         async with Pool(2, 60.0, memory_mib=4096) as pool:
-            workers = list(pool._all)
-            check = asyncio.create_task(pool.check("math", "4", ENDLESS))
-            await asyncio.sleep(0.3)
-        assert all(worker.returncode is not None for worker in workers)
-        await asyncio.gather(check, return_exceptions=True)
+            checks = [asyncio.create_task(pool.check("math", "4", ENDLESS)) for _ in range(5)]
+            await asyncio.sleep(0.1)
+            os.kill(next(iter(pool._all)).pid, signal.SIGKILL)
+            await asyncio.wait(checks, timeout=10, return_when="FIRST_COMPLETED")
+            await asyncio.sleep(closed_after_s)
+            assert living_children()
+        assert living_children() == []
+        async with asyncio.timeout(5):
+            ends = await asyncio.gather(*checks, return_exceptions=True)
+            assert [type(end) for end in ends] == [CheckError] * 5
+            assert sum("the verifier's pool is closed" in str(end) for end in ends) == 4
+            with pytest.raises(CheckError, match="closed"):
+                await pool.check("math", "4", r"\boxed{4}")
+        await asyncio.sleep(1.0)  # for what a check that ended may have begun
+        assert living_children() == []
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_check_costs_no_worker():
+    async def scenario():
+        async with Pool(1, 60.0, memory_mib=4096) as pool:
+            for _ in range(2):
+                check = asyncio.create_task(pool.check("math", "4", ENDLESS))
+                await asyncio.sleep(0.1)
+                check.cancel()
+                await asyncio.wait([check])
+                waiting = asyncio.create_task(pool.check("math", "4", ENDLESS))  # for the worker that is being started
+                await asyncio.sleep(0.05)
+                waiting.cancel()
+            assert await pool.check("math", "4", r"\boxed{4}") == "correct"
 
     asyncio.run(scenario())
 
