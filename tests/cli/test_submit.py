@@ -230,7 +230,12 @@ def test_a_copy_of_the_code_that_fails_is_told_in_one_line_and_leaves_nothing(co
 @pytest.mark.parametrize("seen", ["code", "attempt_001/submitit", "attempt_001/submission.json", "metrics/submit-0.jsonl"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_the_job_is_started_leaves_nothing_running(config, number, seen):
-    process = with_function("wait_for_term", "c.yaml", "--set", "control.stop_s=2", start_new_session=True)
+    process = with_function(
+        "wait_for_term",
+        *("c.yaml", "--set", "control.stop_s=2"),
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # tests that run under nohup ignore SIGHUP
+    )
     run = config / "runs/one"
     wait_for(run / seen, process)
     process.send_signal(number)
