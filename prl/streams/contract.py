@@ -34,7 +34,7 @@ class Published:
     attempt: int
     sequence: int  # rises with each entry of a writer, over all its restarts
     bytes: int
-    checksum: str  # crc32 of the bytes, 8 hexadecimal digits
+    checksum: str  # xxh3 of the bytes, 16 hexadecimal digits
     groups: tuple[GroupFacts, ...] = field(default=(), compare=False)  # unknown where it was found by looking
 
     def announcement(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The rollout stream as Arrow files: streams/rollouts/<writer>/rollouts_a<attempt>_<sequence>_<bytes>_<crc32>.arrow."""
+"""The rollout stream as Arrow files: streams/rollouts/<writer>/rollouts_a<attempt>_<sequence>_<bytes>_<xxh3>.arrow."""
 
 import contextlib
 import errno

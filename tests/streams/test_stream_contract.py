@@ -175,7 +175,7 @@ def test_what_is_not_what_was_announced_is_set_aside(stream, wrong):
     reader = stream.reader("another run" if wrong == "run" else "run")
     changed = {
         "bytes": {"bytes": entries[0].bytes - 1},
-        "checksum": {"checksum": "00000000"},
+        "checksum": {"checksum": "0000000000000000"},
         "sequence": {"sequence": 7, "writer": "actor-000"},
         "run": {},
     }

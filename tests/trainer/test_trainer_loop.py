@@ -211,7 +211,7 @@ def test_a_resumed_run_goes_on_as_before_and_a_damaged_step_file_ends_it(run):
     before = dict(run.metrics), run.versions["0:3"]
     run.versions.clear()
     run.stop_after = 9
-    run.files[4] = {**run.files[3], "step": 4, "checksum": "00000000"}
+    run.files[4] = {**run.files[3], "step": 4, "checksum": "0000000000000000"}
     environment = {"PRL_RESUME": str(run.folder.checkpoint(2)), "PRL_LINEAGE": "1"}
     assert asyncio.run(start_and_serve(run, environment)) == [1, 1]
 

@@ -35,7 +35,7 @@ _REPLACED = {  # function of os to the one of the layer that stands for it
 }
 _UNSTEADY = (
     (re.compile(r"(\.tmp|\.new|\.old)-[0-9a-z]{8,}"), r"\1"),
-    (re.compile(r"_[0-9a-f]{8}\.arrow"), "_C.arrow"),
+    (re.compile(r"_[0-9a-f]{16}\.arrow"), "_C.arrow"),
     (re.compile(r"\d+"), "N"),
 )
 
