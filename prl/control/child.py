@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -59,7 +60,10 @@ def run_child(main: Callable[[Child, ControlClient], Awaitable[None]]) -> NoRetu
     child = child_from_environment()
 
     async def guarded() -> int:
-        client = ControlClient(child.control_url, child.token, child.role, child.index, child.config.control)
+        control = child.config.control
+        client = ControlClient(
+            child.control_url, child.token, child.role, child.index, control, on_lost=end_surely(control.stop_s)
+        )
         async with client:
             try:
                 await main(child, client)
@@ -80,7 +84,10 @@ def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoRetur
     end_with_parent()
     child = child_from_environment()
     code = 0
-    with ThreadedClient(child.control_url, child.token, child.role, child.index, child.config.control) as client:
+    control = child.config.control
+    with ThreadedClient(
+        child.control_url, child.token, child.role, child.index, control, on_lost=end_surely(control.stop_s)
+    ) as client:
         try:
             main(child, client)
             if client.lost is not None:
@@ -93,6 +100,26 @@ def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoRetur
             except ControlError as unreachable:
                 print(f"could not report the failure: {unreachable}", file=sys.stderr)
     sys.exit(code)
+
+
+def end_surely(grace_s: float) -> Callable[[ControlError], None]:
+    """What a process does whose orchestrator is lost: it says so, and where it has not ended by itself after `grace_s` seconds
+    (it waits for another one in a collective call, say), it is killed with all that it started. Nobody else would: its node
+    agent may be what is stuck."""
+
+    def kill() -> None:
+        print(f"prl: this process has not ended within {grace_s:g} s by itself and kills itself", file=sys.stderr, flush=True)
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def lost(error: ControlError) -> None:
+        print(f"prl: this process ends: {error}", file=sys.stderr, flush=True)
+        timer = threading.Timer(grace_s, kill)
+        timer.daemon = True
+        timer.start()
+
+    return lost
 
 
 def _failure(error: Exception) -> dict[str, str]:

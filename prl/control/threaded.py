@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -15,10 +16,19 @@ T = TypeVar("T")
 class ThreadedClient:
     """Every call blocks until its answer or its deadline. Heartbeats go on while the caller computes."""
 
-    def __init__(self, url: str, token: str, role: str, index: int, options: ControlOptions) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        role: str,
+        index: int,
+        options: ControlOptions,
+        *,
+        on_lost: Callable[[ControlError], None] = lambda error: None,
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
-        self._arguments = (url, token, role, index, options)
+        self._make = partial(ControlClient, url, token, role, index, options, on_lost=on_lost)
 
     def __enter__(self) -> "ThreadedClient":
         self._thread.start()
@@ -48,7 +58,7 @@ class ThreadedClient:
         self._client.progress(doing)
 
     async def _open(self) -> ControlClient:
-        return await ControlClient(*self._arguments).__aenter__()
+        return await self._make().__aenter__()
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)

@@ -1,9 +1,11 @@
 """The control plane over real sockets: the token, joins, heartbeats, deadlines, failures."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import aiohttp
 import psutil
@@ -204,6 +206,108 @@ def test_a_lost_orchestrator_stops_the_process_with_the_cause():
             assert "heartbeat" in str(client.lost)
 
     asyncio.run(main())
+
+
+def silent_server():
+    """A process that serves the control plane and never answers /wait; SIGSTOP silences it altogether."""
+    program = f"""
+import asyncio
+from prl.control.server import ControlServer
+async def wait(member, body):
+    await asyncio.sleep(600)
+async def main():
+    server = ControlServer({TOKEN!r}, {{"wait": wait}}, on_join=lambda m: None, on_fail=lambda m, e, t: None)
+    print(await server.start("127.0.0.1"), flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    return process, process.stdout.readline().strip()
+
+
+def test_a_frozen_orchestrator_is_seen_by_heartbeats_and_calls_in_flight_are_given_up():
+    async def main():
+        process, url = silent_server()
+        told = []
+        options = ControlOptions(heartbeat_s=0.05, lost_after_s=1.0)
+        try:
+            async with ControlClient(url, TOKEN, "actor", 0, options, on_lost=told.append) as client:
+                await client.join({})
+                calls = [asyncio.create_task(client.call("wait", {}, deadline_s=600, reason="test")) for _ in range(5)]
+                await asyncio.sleep(2.0)
+                assert not client.stopping.is_set()
+                process.send_signal(signal.SIGSTOP)
+                async with asyncio.timeout(5):
+                    ends = await asyncio.gather(*calls, return_exceptions=True)
+                assert ends == [client.lost] * 5
+                assert told == [client.lost]
+                assert "has answered no heartbeat for 1 s" in str(client.lost)
+                with pytest.raises(ControlError, match="no heartbeat"):
+                    await client.call("lease", {}, deadline_s=600, reason="test")
+        finally:
+            process.kill()
+            process.wait()
+
+    asyncio.run(main())
+
+
+def test_calls_are_given_up_at_a_silent_orchestrator_also_while_the_run_ends():
+    async def main():
+        process, url = silent_server()
+        try:
+            async with ControlClient(url, TOKEN, "trainer", 0, ControlOptions(heartbeat_s=0.05, lost_after_s=0.5)) as client:
+                await client.join({})
+                client.stopping.set()
+                process.send_signal(signal.SIGSTOP)
+                async with asyncio.timeout(5):
+                    with pytest.raises(ControlError, match="no heartbeat"):
+                        await client.call("wait", {}, deadline_s=600, reason="test")
+                assert client.lost is None
+        finally:
+            process.kill()
+            process.wait()
+
+    asyncio.run(main())
+
+
+def test_a_process_that_was_held_up_itself_does_not_take_the_orchestrator_for_lost():
+    async def main():
+        process, url = silent_server()
+        try:
+            async with ControlClient(url, TOKEN, "actor", 0, ControlOptions(heartbeat_s=0.05, lost_after_s=1.0)) as client:
+                await client.join({})
+                for _ in range(2):
+                    time.sleep(2.5)  # noqa: ASYNC251  # the event loop stands still
+                    await asyncio.sleep(0.5)
+                    assert not client.stopping.is_set()
+        finally:
+            process.kill()
+            process.wait()
+
+    asyncio.run(main())
+
+
+def test_a_process_that_cannot_end_by_itself_kills_itself_with_what_it_started():
+    program = """
+import subprocess, sys, time
+from prl.control.child import end_surely
+from prl.control.client import ControlError
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+end_surely(0.5)(ControlError("the orchestrator is silent"))
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", program], text=True, start_new_session=True, **pipes)
+    child = psutil.Process(int(process.stdout.readline()))
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGKILL
+    assert said.splitlines() == [
+        "prl: this process ends: the orchestrator is silent",
+        "prl: this process has not ended within 0.5 s by itself and kills itself",
+    ]
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running()
 
 
 def test_a_wrong_token_is_refused_at_once():
