@@ -13,7 +13,6 @@ import os
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import orjson
+import xxhash
 
 from prl.flow.versions import Version
 from prl.runfolder.paths import RunFolder
@@ -146,7 +146,7 @@ def write_npy(folder: Path, groups: Sequence[Group], checksums: bool = False) ->
             with (folder / f"{name}_{number:04d}.npy").open("wb") as file:
                 np.save(file, array)
                 if checksums:
-                    file.write(zlib.crc32(array).to_bytes(4, "little"))
+                    file.write(xxhash.xxh3_64_digest(array))
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -156,7 +156,7 @@ def read_npy(folder: Path, checksums: bool = False) -> Flat:
         with (folder / f"{name}_{number:04d}.npy").open("rb") as file:
             array = np.load(file)
             if checksums:
-                assert zlib.crc32(array).to_bytes(4, "little") == file.read()
+                assert xxhash.xxh3_64_digest(array) == file.read()
         return array
 
     def rows() -> Iterator[tuple[object, object, object, float]]:
@@ -175,7 +175,7 @@ def read_npy(folder: Path, checksums: bool = False) -> Flat:
 WAYS: dict[str, Way] = {
     "prl": (write_prl, read_prl),
     "raw .npy": (write_npy, read_npy),
-    "raw .npy, crc32": (partial(write_npy, checksums=True), partial(read_npy, checksums=True)),
+    "raw .npy, xxh3": (partial(write_npy, checksums=True), partial(read_npy, checksums=True)),
     "msgpack, lists": (write_msgpack, read_msgpack),
     "JSONL, orjson": lines_way(orjson.dumps, orjson.loads),
     "JSONL, json": lines_way(lambda value: json.dumps(value).encode(), json.loads),
