@@ -22,6 +22,8 @@ _WORST_FIRST = (
     "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "FAILED", "PREEMPTED", "CANCELLED", "REVOKED", "COMPLETED"
 )  # fmt: skip
 
+SUBMITTER = "PRL_SUBMITTER"  # process id of the command that submitted a local job
+
 
 def fold_states(states: Sequence[str]) -> str:
     """One state for all components of a job. Words behind the state (`CANCELLED by 0`) are dropped."""
@@ -89,7 +91,8 @@ class ScriptExecutor(slurm.SlurmExecutor):  # type: ignore[misc]
 
 class LocalExecutor(local.LocalExecutor):  # type: ignore[misc]
     """This machine. Unlike submitit's own, the job has a session of its own, so that Ctrl-C on the terminal reaches
-    prl-submit alone, which then ends the job in order; it has no time limit; it sees the accelerators its user sees."""
+    prl-submit alone, which then ends the job in order; it does not outlive prl-submit; it has no time limit; it sees the
+    accelerators its user sees."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         super().__init__(folder)
@@ -101,6 +104,7 @@ class LocalExecutor(local.LocalExecutor):  # type: ignore[misc]
             **os.environ,
             **self._environment,
             "PYTHONPATH": path,
+            SUBMITTER: str(os.getpid()),
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_COMMAND": command,
             "SUBMITIT_LOCAL_NTASKS": "1",
@@ -111,7 +115,7 @@ class LocalExecutor(local.LocalExecutor):  # type: ignore[misc]
             "SUBMITIT_STDERR_TO_STDOUT": "",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
         }
-        arguments = [sys.executable, "-m", "submitit.local._local", str(self.folder)]
+        arguments = [sys.executable, "-m", "prl.cluster.controller", str(self.folder), str(os.getpid())]
         process = subprocess.Popen(arguments, env=environment, start_new_session=True, stdin=subprocess.DEVNULL)
         return local.LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 

@@ -11,7 +11,10 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from prl.cluster.allocation import Allocation, read_allocation
+from prl.cluster.executors import SUBMITTER
 from prl.cluster.split import make_split
 from prl.config.load import load
 from prl.config.schema import Config
@@ -61,10 +64,20 @@ def _cancel(number: int, _: FrameType | None) -> None:
     raise CancelledEarly(f"cancelled by {signal.Signals(number).name}")
 
 
+def _check_submitter() -> None:
+    """The controller asks its task to end when the submitting command is gone. Before this task took SIGTERM over, it could
+    not hear that, and looks for itself."""
+    submitter = os.environ.get(SUBMITTER)
+    if submitter is not None and str(psutil.Process(os.getppid()).ppid()) != submitter:
+        raise CancelledEarly("cancelled: prl-submit is gone")
+
+
 def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
     """Rank 0; whatever goes wrong ends up in exit.json."""
     started = time.time()
     try:
+        if allocation.job_id is None:
+            _check_submitter()
         reserve(run.exit(attempt))
         return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config)))
     except CancelledEarly as error:
