@@ -13,6 +13,7 @@ from prl.config.schema import Config
 
 NAME_CHARACTERS = 100
 STEP_ROLLOUTS = 10**7
+UNUSABLE_IN_PATHS = ":%\\"  # of the run folder: it stands in PYTHONPATH, in sbatch's --output and in submitit's file names
 
 
 def resolve_paths(config: Config, base: Path) -> Config:
@@ -166,6 +167,12 @@ def _run(config: Config) -> Iterator[str]:
         )
     if not run.folder.isprintable():
         yield f"run.folder = {run.folder!r}: give a path without control characters"
+    unusable = [character for character in UNUSABLE_IN_PATHS if character in run.folder]
+    if unusable:
+        yield (
+            f"run.folder = {run.folder}: holds {' and '.join(unusable)}, which PYTHONPATH (:) or Slurm's names of log files "
+            "(% and \\) give another meaning; choose another run.folder or run.name"
+        )
     if run.stop_at_reward is not None and not run.evaluate_every_steps:
         yield f"run.stop_at_reward = {run.stop_at_reward}: needs evaluations; set run.evaluate_every_steps, or null here"
     if run.rollouts_per_group == 1:
