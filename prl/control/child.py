@@ -1,6 +1,7 @@
 """What every child process of a node agent starts from, and how its failure reaches the orchestrator."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from prl.config.load import load
@@ -17,6 +19,7 @@ from prl.control.parent import end_with_parent
 from prl.control.threaded import ThreadedClient
 from prl.control.token import read_token
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.publish import in_words
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ def run_child(main: Callable[[Child, ControlClient], Awaitable[None]]) -> NoRetu
                     raise client.lost
                 return 0
             except Exception as error:
-                traceback.print_exc()
-                await report_failure(client, error)
+                await report_failure(client, error, child.run.path)
+                say(traceback.format_exc())
                 return 1
 
     sys.exit(asyncio.run(guarded()))
@@ -93,12 +96,12 @@ def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoRetur
             if client.lost is not None:
                 raise client.lost
         except Exception as error:
-            traceback.print_exc()
             code = 1
             try:
-                client.call("fail", _failure(error), deadline_s=5.0, reason="reporting a failure")
+                client.call("fail", _failure(error, child.run.path), deadline_s=5.0, reason="reporting a failure")
             except ControlError as unreachable:
-                print(f"could not report the failure: {unreachable}", file=sys.stderr)
+                say(f"could not report the failure: {unreachable}")
+            say(traceback.format_exc())
     sys.exit(code)
 
 
@@ -108,13 +111,13 @@ def end_surely(grace_s: float) -> Callable[[ControlError], None]:
     agent may be what is stuck."""
 
     def kill() -> None:
-        print(f"prl: this process has not ended within {grace_s:g} s by itself and kills itself", file=sys.stderr, flush=True)
+        say(f"prl: this process has not ended within {grace_s:g} s by itself and kills itself")
         if os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def lost(error: ControlError) -> None:
-        print(f"prl: this process ends: {error}", file=sys.stderr, flush=True)
+        say(f"prl: this process ends: {error}")
         timer = threading.Timer(grace_s, kill)
         timer.daemon = True
         timer.start()
@@ -122,13 +125,19 @@ def end_surely(grace_s: float) -> Callable[[ControlError], None]:
     return lost
 
 
-def _failure(error: Exception) -> dict[str, str]:
-    return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+def say(words: str) -> None:
+    """To this process's log; where that takes nothing (its filesystem is full), what has to be done goes on without."""
+    with contextlib.suppress(OSError):
+        print(words, file=sys.stderr, flush=True)
 
 
-async def report_failure(client: ControlClient, error: Exception) -> None:
-    """Tell the orchestrator what ends this process; where it cannot be reached, say so here."""
+def _failure(error: Exception, folder: Path) -> dict[str, str]:
+    return {"error": in_words(error, folder), "traceback": traceback.format_exc()}
+
+
+async def report_failure(client: ControlClient, error: Exception, folder: Path) -> None:
+    """Tell the orchestrator what ends this process, which writes to `folder`; where it cannot be reached, say so here."""
     try:
-        await client.call("fail", _failure(error), deadline_s=5.0, reason="reporting a failure")
+        await client.call("fail", _failure(error, folder), deadline_s=5.0, reason="reporting a failure")
     except ControlError as unreachable:
-        print(f"could not report the failure: {unreachable}", file=sys.stderr)
+        say(f"could not report the failure: {unreachable}")

@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from prl.control.token import is_authorized
+from prl.runfolder.publish import in_words
 
 Answer = Mapping[str, Any]
 RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -126,7 +127,7 @@ class ControlServer:
             return web.Response(status=400, text=f"/{name} of {member.name}: {error!r}")
         except Exception as error:  # a fault of the orchestrator (a full filesystem, say) is the run's, not the caller's
             log.exception("call /%s of %s", name, member.name)
-            words = f"/{name} of {member.name}: {type(error).__name__}: {error}"
+            words = f"/{name} of {member.name}: {in_words(error)}"
             self._on_fail(Member("orchestrator", 0), words, traceback.format_exc())
             return web.Response(status=500, text=words)
 

@@ -16,6 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from prl.runfolder.publish import storage
+
+YEAR_9999 = 253370764800.0  # no time that is meant lies beyond
+LARGEST = 2**62
+
 log = logging.getLogger(__name__)
 
 
@@ -125,21 +130,22 @@ class MetricsWriter:
         if not self._lines:
             return
         left = memoryview(b"".join(self._lines))
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        try:
-            while left:
-                left = left[os.write(file, left) :]
-        finally:
-            self._lines = [bytes(left)] if left else []
-            os.close(file)
+        with storage(self.path):
+            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            try:
+                while left:
+                    left = left[os.write(file, left) :]
+            finally:
+                self._lines = [bytes(left)] if left else []
+                os.close(file)
 
 
-def read_events(path: Path | str, offset: int = 0) -> tuple[list[Event], int]:
+def read_events(path: Path | str, offset: int = 0, odd: list[str] | None = None) -> tuple[list[Event], int]:
     """The events of whole lines from byte `offset` on, and the offset to go on from.
 
     Meant for following a file that is still written, also from another machine: it opens the file anew each time, leaves a
     torn last line for the next call, and takes a file that is not there (yet) for an empty one. Lines that are no events
-    (the torn line of an attempt that died) are logged and skipped.
+    (the torn line of an attempt that died) are skipped, and logged or, where somebody wants to know of them, added to `odd`.
     """
     try:
         with open(path, "rb") as file:
@@ -155,8 +161,12 @@ def read_events(path: Path | str, offset: int = 0) -> tuple[list[Event], int]:
         try:
             if line:
                 events.append(_event(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            log.warning("%s: skipped a line that is no event: %r", path, line[:80])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            words = f"{path}: skipped a line that is no event: {line[:80]!r}"
+            if odd is None:
+                log.warning("%s", words)
+            else:
+                odd.append(words)
     return events, offset + sum(len(line) + 1 for line in lines)
 
 
@@ -198,8 +208,11 @@ def _event(line: Mapping[str, Any]) -> Event:
     values = {str(name): math.nan if value is None else float(value) for name, value in line["values"].items()}
     step = None if line["step"] is None else int(line["step"])
     labels = {str(name): str(text) for name, text in line.get("labels", {}).items()}
+    happened = float(line["time"])
+    if not (0 <= happened < YEAR_9999 and (step is None or abs(step) < LARGEST)):
+        raise ValueError(f"an event of step {step} at {happened}")
     return Event(
-        time=float(line["time"]),
+        time=happened,
         role=str(line["role"]),
         index=int(line["index"]),
         attempt=int(line["attempt"]),

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -18,6 +17,7 @@ from prl.cluster.executors import SUBMITTER
 from prl.cluster.split import make_split
 from prl.config.load import load
 from prl.config.schema import Config
+from prl.control.child import say
 from prl.control.parent import end_with_parent
 from prl.control.ports import free_port
 from prl.control.token import read_token
@@ -27,7 +27,7 @@ from prl.orchestrator.node import run_agent
 from prl.orchestrator.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome, RunFailed, reserve
 from prl.orchestrator.resume import find_start
 from prl.runfolder.paths import RunFolder
-from prl.runfolder.publish import publish_json
+from prl.runfolder.publish import in_words, publish_json
 
 POLL_S = 0.2  # how often other nodes look for rank 0's address on the shared filesystem
 
@@ -48,7 +48,7 @@ def run_node(run_folder: str) -> None:
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     if allocation.first:
         outcome = _lead(run, attempt, allocation)
-        print(f"{outcome.detail}prl: {outcome.outcome}: {outcome.cause}", file=sys.stderr, flush=True)
+        say(f"{outcome.detail}prl: {outcome.outcome}: {outcome.cause}")
         if outcome.outcome != DONE:
             raise RunFailed(outcome.cause)
     else:
@@ -85,10 +85,9 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
         outcome.write(run.exit(attempt))
         return outcome
     except Exception as error:
-        traceback.print_exc()
         outcome = Outcome(
             FAILED,
-            f"orchestrator: {type(error).__name__}: {error}",
+            f"orchestrator: {in_words(error, run.path)}",
             "orchestrator",
             1,
             traceback.format_exc(),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from prl.control.server import Bell
 from prl.orchestrator.outcome import ENDED, REPORTED, Cause
+from prl.runfolder.publish import in_words
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Causes:
     def fault(self, error: BaseException, part: str = "") -> None:
         """An error of the orchestrator itself ends the run, also while it stops."""
         log.error("orchestrator%s", part, exc_info=error)
-        words = f"orchestrator{part}: {type(error).__name__}: {error}"
+        words = f"orchestrator{part}: {in_words(error)}"
         self.found.append(Cause(words, "orchestrator", REPORTED, "".join(traceback.format_exception(error))))
         self._bell.ring()
 

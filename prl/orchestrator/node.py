@@ -35,12 +35,14 @@ async def run_agent(
                 children.append(await start_child(plan, common, run.logs(attempt)))
             await _watch(client, children, options, metrics)
         except Exception as error:
-            await report_failure(client, error)
+            await report_failure(client, error, run.path)
             raise
         finally:
-            _write_usage(metrics, children)
-            await asyncio.gather(*(end_child(child, KILL_AFTER_S) for child in children))
-            metrics.close()
+            try:
+                _write_usage(metrics, children)
+            finally:
+                await asyncio.gather(*(end_child(child, KILL_AFTER_S) for child in children))
+                metrics.close()
         if client.lost is not None:
             raise client.lost
         await client.call("node_done", {}, deadline_s=10.0, reason="reporting the node's end")

@@ -12,17 +12,35 @@ from typing import Any
 _FULL = {errno.ENOSPC: "no space is left", errno.EDQUOT: "the quota is used up"}
 
 
+_ADVICE = (
+    "What was made durable before is safe. Free some space or have the quota raised (look at blocks and inodes: df -h, df -i, "
+    "quota; on Lustre lfs quota and lfs df, where a single full target is enough), then submit again: the run resumes"
+)
+
+
 class StorageFull(OSError):
     """Nothing more can be written, though what is durable stays so."""
 
     def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(
-            error.errno,
-            f"{_FULL[error.errno or 0]} ({error.strerror}). What was made durable before is safe. Free some space or have the "
-            "quota raised (look at blocks and inodes: df -h, df -i, quota; on Lustre lfs quota and lfs df, where a single full "
-            "target is enough), then submit again: the run resumes",
-            str(path),
-        )
+        words = f"{_FULL[error.errno or 0]} ({error.strerror}). {_ADVICE}"
+        super().__init__(error.errno, words, str(path))
+
+
+def in_words(error: BaseException, folder: Path | str | None = None) -> str:
+    """An error as the cause of a run's end: its kind and what it says. Where it, or what it comes from, says that the storage
+    is full, the path (else `folder`, where this process writes) and what to do come first."""
+    said = f"{type(error).__name__}: {error}"
+    if _ADVICE in said:
+        return said
+    cause: BaseException | None = error
+    while cause is not None:
+        for code, words in _FULL.items():
+            if (isinstance(cause, OSError) and cause.errno == code) or os.strerror(code) in str(cause):
+                path = getattr(cause, "filename", None) or folder
+                at = f"{os.fsdecode(path)}: " if path else ""
+                return f"{at}{words}. {_ADVICE}. {said}"
+        cause = cause.__cause__ or cause.__context__
+    return said
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from prl.runfolder.paths import RunFolder
-from prl.runfolder.publish import sync_folder, write_all
+from prl.runfolder.publish import storage, sync_folder, write_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Reclaimed:
 def record_reclaimed(run: RunFolder, files: Iterable[Reclaimed]) -> None:
     """Append to the record; durable on return, and to be called before the files are deleted. Raises OSError."""
     data = "".join(json.dumps(asdict(file)) + "\n" for file in files).encode()
-    with run.reclaimed.open("ab", buffering=0) as record:
+    with storage(run.reclaimed), run.reclaimed.open("ab", buffering=0) as record:
         if record.tell() and not _ends_with_newline(run):  # a line that was torn by a crash spoils none after it
             data = b"\n" + data
         write_all(record.fileno(), data)

@@ -1,0 +1,100 @@
+"""A full filesystem is told with the path and what to do, whoever meets it and however it is reported."""
+
+import asyncio
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from prl.config.load import dump, replace
+from prl.config.schema import Config
+from prl.control.server import Bell, ControlServer
+from prl.control.token import create_token
+from prl.metrics.events import MetricsWriter
+from prl.orchestrator.causes import Causes
+from prl.runfolder.paths import RunFolder
+from prl.runfolder.publish import StorageFull, in_words
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_words_of_errors():
+    quota = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/runs/a/x")
+    assert in_words(FULL, "/runs/a").startswith("/runs/a: no space is left. What was made durable before is safe. Free some")
+    assert in_words(FULL, "/runs/a").endswith("submit again: the run resumes. OSError: [Errno 28] No space left on device")
+    assert in_words(FULL).startswith("no space is left. What")
+    assert in_words(quota, Path("/runs/a")).startswith("/runs/a/x: the quota is used up. What was")
+    told = StorageFull(Path("/runs/a/y"), FULL)
+    assert in_words(told, "/runs/a") == f"StorageFull: {told}"
+    assert in_words(RuntimeError(f"/rollouts refused: {told}"), "/runs/a") == f"RuntimeError: /rollouts refused: {told}"
+    # what libraries make of it
+    text = ValueError("I/O error: No space left on device (os error 28)")
+    assert in_words(text, "/runs/a").startswith("/runs/a: no space is left.")
+    assert in_words(text, "/runs/a").endswith(f"ValueError: {text}")
+    wrapped = KeyError("a checkpoint")
+    wrapped.__cause__ = quota
+    assert in_words(wrapped, "/runs/a").startswith("/runs/a/x: the quota is used up.")
+    assert in_words(PermissionError(errno.EACCES, "Permission denied", "/x"), "/runs/a") == (
+        "PermissionError: [Errno 13] Permission denied: '/x'"
+    )
+
+
+def test_the_orchestrator_tells_it():
+    async def main():
+        causes = Causes(Bell())
+        causes.fault(FULL, ", the ledger")
+        assert causes.found[0].words.startswith("orchestrator, the ledger: no space is left. What was made durable")
+
+    asyncio.run(main())
+
+
+def test_metrics_name_their_file(tmp_path):
+    writer = MetricsWriter(tmp_path, "actor", 0, 1, flush_s=1000.0)
+    writer.path.symlink_to("/dev/full")
+    writer.write({"a": 1.0})
+    with pytest.raises(StorageFull, match=r"actor-0\.jsonl"):
+        writer.flush()
+    writer.path.unlink()
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", ["run_child", "run_threaded_child"])
+def test_a_child_whose_log_takes_nothing_still_reports_it(tmp_path, kind):
+    program = f"""
+import errno, os
+from prl.control.child import {kind}
+{"async " if kind == "run_child" else ""}def main(child, client):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+{kind}(main)
+"""
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.config.write_text(dump(replace(Config(), run={"name": "one", "folder": str(run)})))
+    token = create_token(run.token)
+
+    async def main():
+        failed = []
+        server = ControlServer(token, {}, on_join=lambda m: None, on_fail=lambda m, error, trace: failed.append((error, trace)))
+        environment = {
+            **os.environ,
+            "PRL_RUN": str(run),
+            "PRL_ATTEMPT": "1",
+            "PRL_ROLE": "actor",
+            "PRL_INDEX": "0",
+            "PRL_HOST": "127.0.0.1",
+            "PRL_CONTROL_URL": await server.start("127.0.0.1"),
+        }
+        with Path("/dev/full").open("wb") as full:  # noqa: ASYNC230  # takes no time
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", program, env=environment, stdout=full, stderr=full
+            )
+        async with asyncio.timeout(60):
+            assert await process.wait() != 0
+        await server.close()
+        ((error, trace),) = failed
+        assert error.startswith(f"{run}: no space is left. What was made durable before is safe.")
+        assert "OSError: [Errno 28]" in trace
+
+    asyncio.run(main())
