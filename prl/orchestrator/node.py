@@ -81,6 +81,9 @@ async def _watch(client: ControlClient, children: list[RunningChild], options: C
         told = time.monotonic()
         while waits and time.monotonic() - told < client.grace_s:  # which a cancel may shorten
             done, _ = await asyncio.wait(waits, timeout=min(GRACE_LOOK_S, client.grace_s), return_when="FIRST_COMPLETED")
+            if time.monotonic() - looked >= USAGE_S:
+                looked = time.monotonic()
+                _write_usage(metrics, children)
             for task in done:
                 waits.pop(task)
     finally:
