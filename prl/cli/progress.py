@@ -15,6 +15,9 @@ from prl.runfolder.paths import RunFolder
 
 LOOK_S = 0.25  # between two looks at the metrics
 PLAIN_LINE_S = 5.0  # between two lines where the output is no terminal
+LEADERS = ("orchestrator", "agent")  # what writes metrics every few seconds in rank 0's process, whatever the run does
+LEAST_SILENCE_S = 6.0  # of theirs that is one
+SILENT = "nothing was heard of the run's orchestrator for {seconds:.0f} s: it may be frozen, or its metrics do not get here"
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,20 @@ def follow(
     None where the job ended without one."""
     follower, progress = EventFollower(run.metrics), Progress(config.run.steps)
     overwrite, last, last_at = stream.isatty(), "", float("-inf")
+    heard: float | None = None  # of rank 0, on the clock
     while True:
         over = ended(LOOK_S)
         for event in follower.read():
             if event.attempt == attempt:
                 progress.take(event)
+                if event.role in LEADERS and event.index == 0:
+                    heard = clock()
+        silent_s = 0.0 if heard is None else clock() - heard
+        if silent_s >= max(config.control.lost_after_s, LEAST_SILENCE_S) and not over:
+            heard = None  # said once, until there is something new
+            words = f"{SILENT.format(seconds=silent_s)}; see {run.logs(attempt)}"
+            stream.write(f"\r{words}\x1b[K\n" if overwrite else f"{words}\n")
+            last = ""
         line = progress.line()
         if line != last and (overwrite or over or clock() - last_at >= PLAIN_LINE_S):
             stream.write(f"\r{line}\x1b[K" if overwrite else f"{line}\n")
