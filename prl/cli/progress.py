@@ -4,14 +4,16 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from prl.cli import console
 from prl.config.schema import Config
 from prl.metrics import names
 from prl.metrics.events import Event, EventFollower
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.plan import PlanError, read_plan
 
 LOOK_S = 0.25  # between two looks at the metrics
 PLAIN_LINE_S = 5.0  # between two lines where the output is no terminal
@@ -46,7 +48,7 @@ class Progress:
         values = event.values
         if event.kind == names.PHASE:
             name = event.labels.get("name", self.phase)
-            self.phase = self.phase if name == names.COMMAND else name
+            self.phase = self.phase if name in (names.COMMAND, names.FIRST_ROLLOUT_REQUEST) else name
         elif event.kind == names.EVALUATION:
             self.held_out = values.get(names.EVAL_REWARD_MEAN, self.held_out)
         elif event.kind == names.STEP and event.step is not None and event.step > self.step:
@@ -90,6 +92,7 @@ def follow(
     follower, progress = EventFollower(run.metrics), Progress(config.run.steps)
     overwrite, last, last_at = stream.isatty(), "", float("-inf")
     heard: float | None = None  # of rank 0, on the clock
+    planned = False
     while True:
         over = ended(LOOK_S)
         for event in follower.read():
@@ -103,6 +106,9 @@ def follow(
             words = f"{SILENT.format(seconds=silent_s)}; see {run.logs(attempt)}"
             stream.write(f"\r{words}\x1b[K\n" if overwrite else f"{words}\n")
             last = ""
+        if not planned and run.plan(attempt).exists():
+            planned = True
+            stream.writelines(f"{words}\n" for words in _refused(run, attempt))
         line = progress.line()
         if line != last and (overwrite or over or clock() - last_at >= PLAIN_LINE_S):
             stream.write(f"\r{line}\x1b[K" if overwrite else f"{line}\n")
@@ -112,6 +118,14 @@ def follow(
             if overwrite:
                 stream.write("\n")
             return read_outcome(run, attempt)
+
+
+def _refused(run: RunFolder, attempt: int) -> Sequence[str]:
+    """The checkpoints that the attempt passed over."""
+    try:
+        return [f"warning: {console.printable(words)}" for words in read_plan(run.plan(attempt)).refused]
+    except PlanError as error:
+        return [f"warning: {console.printable(str(error))}"]
 
 
 def read_outcome(run: RunFolder, attempt: int) -> Outcome | None:

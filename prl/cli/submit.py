@@ -24,8 +24,10 @@ from prl.cluster.split import Split, make_split
 from prl.cluster.submission import Submission, SubmissionError
 from prl.config.checks import check, resolve_paths
 from prl.config.load import ConfigError, load, replace
+from prl.config.resumed import FIXED_KEYS, resume_changes
 from prl.config.schema import Config
 from prl.control.ports import free_port
+from prl.runfolder.manifest import newest_manifest
 from prl.runfolder.paths import RunFolder
 
 BAD_INPUT = 2
@@ -44,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Cancelled:
         console.tell("prl-submit: cancelled; nothing was submitted")
         return CANCELLED
+    except BrokenPipeError:
+        if not (options.dry_run or options.options):
+            raise
+        return 0  # the reader has read enough
     finally:
         console.silence_broken()
 
@@ -53,23 +59,25 @@ def _main(options: argparse.Namespace, interrupts: Interrupts) -> int:
         print(describe_options())
         return 0
     try:
-        config, folder = _read(options)
+        config, folder, attempt = _read(options)
         if options.dry_run:
-            _show(config, make_split(config), folder)  # also where something is missing yet; what, is said below
+            _show(config, make_split(config), folder, attempt)  # also where something is missing yet; what, is said below
         _check(config, resume=options.resume is not None)
         split = make_split(config)
         if options.dry_run:
             return 0
         if split.kind != "local":
-            submission.script_for(config, split, folder, 1)  # refuses options that cannot be, before anything is written
+            submission.script_for(config, split, folder, attempt)  # refuses options that cannot be, before anything is written
             check_slurm(config, split)
         print(f"run {config.run.name} in {folder}\n{split.describe()}", flush=True)  # as long as nothing is there to be undone
-        return _submit(config, split, folder, options, interrupts)
+        return _submit(config, split, folder, attempt, options, interrupts)
     except (ConfigError, SlurmError) as error:
         for line in str(error).splitlines():
             console.tell(f"prl-submit: error: {console.printable(line)}")
         return BAD_INPUT
     except (SubmissionError, ProgramError, OSError) as error:
+        if options.dry_run and isinstance(error, BrokenPipeError):
+            raise
         console.tell(f"prl-submit: error: {console.printable(str(error))}")
         return FAILED
 
@@ -89,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", metavar="RUN", help="run folder to go on with, from its latest checkpoint and with its own configuration"
     )
     parser.add_argument(
+        "--host-is-gone",
+        action="store_true",
+        help="with --resume: nothing of the run's latest attempt runs any more on the other machine on which it was started",
+    )
+    parser.add_argument(
         "--replay",
         metavar="RUN",
         help="run folder whose step files are trained on again, by trainers alone (needs streams.keep: all)",
@@ -104,30 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
-    """The configuration with all overrides and absolute paths, and the run's folder."""
+def _read(options: argparse.Namespace) -> tuple[Config, RunFolder, int]:
+    """The configuration with all overrides and absolute paths, the run's folder, and the attempt that may be made there."""
+    attempt = 1
     if options.resume is not None:
-        folder = RunFolder(Path(options.resume).absolute())
-        if options.replay is not None:
-            raise ConfigError("--resume goes on with a run, --replay begins one; leave out one of them")
-        if options.config is not None:
-            raise ConfigError(f"--resume takes the configuration from the run itself; leave out {options.config}")
-        if not folder.config.is_file():
-            raise ConfigError(f"--resume {options.resume}: no run lies there (no {folder.config})")
-        if not folder.manifests():
-            raise ConfigError(
-                f"--resume {options.resume}: the run has no finished checkpoint to go on from (no manifest.json under "
-                f"{folder.checkpoints}); submit it anew, with train.checkpoint_every_steps set"
-            )
-        submission.check_not_running(folder)
-        submission.check_checkpoint(folder)
-        config = replace(load(folder.config, options.set), run={"folder": str(folder)})
-        step = folder.manifests()[-1][0]
-        if step >= config.run.steps:
-            raise ConfigError(
-                f"--resume {options.resume}: run.steps = {config.run.steps} are trained, the newest checkpoint is that of step "
-                f"{step}; raise run.steps: --set run.steps=N, with N above {step}"
-            )
+        config, attempt = _read_resumed(options)
     elif options.config is None:
         raise ConfigError("name a configuration, e.g. configs/quickstart.yaml, or a run with --resume")
     else:
@@ -144,7 +138,48 @@ def _read(options: argparse.Namespace) -> tuple[Config, RunFolder]:
     if options.nodes is not None:
         config = replace(config, cluster={"nodes": options.nodes})
     config = resolve_paths(config, Path.cwd())
-    return config, RunFolder(config.run.folder)
+    return config, RunFolder(config.run.folder), attempt
+
+
+def _read_resumed(options: argparse.Namespace) -> tuple[Config, int]:
+    """The configuration of the run that is gone on with, and its next attempt's number."""
+    folder, named = RunFolder(Path(options.resume).absolute()), f"--resume {options.resume}"
+    if options.replay is not None:
+        raise ConfigError("--resume goes on with a run, --replay begins one; leave out one of them")
+    if options.config is not None:
+        raise ConfigError(f"--resume takes the configuration from the run itself; leave out {options.config}")
+    whole = RunFolder(folder.path.resolve().parent)
+    if folder.path.resolve() in [whole.attempt(number) for number in whole.attempts()] and whole.config.is_file():
+        raise ConfigError(f"{named}: is one attempt of a run, and a run folder is wanted: --resume {whole}")
+    if not folder.config.is_file():
+        raise ConfigError(f"{named}: no run lies there (no {folder.config})")
+    attempt = submission.next_attempt(folder)
+    submission.check_not_running(folder, host_is_gone=options.host_is_gone)
+    if not folder.manifests():
+        raise ConfigError(
+            f"{named}: the run has no finished checkpoint to go on from (no manifest.json under {folder.checkpoints}); submit "
+            f"it anew, with train.checkpoint_every_steps set"
+        )
+    manifest, refused = newest_manifest(folder)
+    for words in refused:
+        console.tell(f"prl-submit: warning: {console.printable(words)}")
+    if manifest is None:
+        raise ConfigError(f"{named}: none of the run's checkpoints can be gone on from; submit it anew")
+    before = load(folder.config)
+    config = load(folder.config, options.set)
+    fixed = resume_changes(before, config)
+    if fixed:
+        raise ConfigError(
+            f"{named}: {', '.join(fixed)} cannot be changed in a run that has begun; begin a new one for that (what belongs to "
+            f"the run for good: {', '.join(FIXED_KEYS)})"
+        )
+    step = manifest.step
+    if step >= config.run.steps:
+        raise ConfigError(
+            f"{named}: run.steps = {config.run.steps} are trained, the newest checkpoint is that of step {step}; raise "
+            f"run.steps: --set run.steps=N, with N above {step}"
+        )
+    return replace(config, run={"folder": str(folder)}), attempt
 
 
 def _check(config: Config, *, resume: bool) -> None:
@@ -170,23 +205,25 @@ def _port_problems() -> list[str]:
     return []
 
 
-def _show(config: Config, split: Split, folder: RunFolder) -> None:
+def _show(config: Config, split: Split, folder: RunFolder, attempt: int) -> None:
     print(f"run {config.run.name} in {folder}\n{split.describe()}")
     if split.kind != "local":
-        attempt = max(folder.attempts(), default=0) + 1
         print(f"\nbatch script:\n{submission.script_for(config, split, folder, attempt)}")
 
 
-def _submit(config: Config, split: Split, folder: RunFolder, options: argparse.Namespace, interrupts: Interrupts) -> int:
+def _submit(
+    config: Config, split: Split, folder: RunFolder, attempt: int, options: argparse.Namespace, interrupts: Interrupts
+) -> int:
     """Start the job and follow it or leave it to Slurm; the exit code. Whatever happens to this command between the start of
     a local job and its end, the job does not outlive it."""
     from prl.orchestrator.agent import run_node
 
     job: Submission | None = None
     try:
-        with interrupts.held(), submission.undone_on_error(config, folder, resume=options.resume is not None) as attempt:
+        resume = options.resume is not None
+        with interrupts.held(), submission.undone_on_error(config, folder, attempt, resume=resume):
             interrupts.check()
-            job = submission.submit(config, split, folder, attempt, run_node, str(folder))
+            job = submission.submit(config, split, folder, attempt, run_node, str(folder), attempt)
         interrupts.check()
         _record_start(config, folder, attempt)
         if job.kind != "local" and not options.wait:

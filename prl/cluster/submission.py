@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from submitit.core import core
 from submitit.core.utils import FailedJobError, FailedSubmissionError, pickle_load
 
@@ -31,6 +32,8 @@ from prl.runfolder.snapshot import snapshot_code
 
 SLURM_POLL_S = 5.0  # between two questions about a job's state
 SLURM_SILENCE_S = 600.0  # that Slurm may give no answer (a controller restarts, say) before nobody waits for it any more
+
+OTHER_HOST_SILENT_S = 120.0  # a run on another machine whose metrics are younger than this goes on there
 
 
 class SubmissionError(Exception):
@@ -130,55 +133,75 @@ class Submission:
         return process
 
 
-def write_run_folder(config: Config, folder: RunFolder) -> None:
-    """Make the folder of a new run. Raises OSError; nothing of a half-made folder is left then."""
-    fresh = _claim(folder.path)
-    try:
-        folder.create()
-        create_token(folder.token)
-        write_model_folder(config.model, folder.model)
-    except BaseException:
-        _empty(folder.path, remove=fresh)
-        raise
+def next_attempt(folder: RunFolder) -> int:
+    """The number that a submission may claim. It is asked for before it is checked that nothing runs: an attempt that another
+    command makes in between then has this number, and the claim fails."""
+    return max(folder.attempts(), default=0) + 1
 
 
 @contextmanager
-def undone_on_error(config: Config, folder: RunFolder, *, resume: bool) -> Iterator[int]:
-    """Make the folder of a new run, or go on with that of an old one, and the folder of the next attempt, whose number it
-    gives. Where the block raises, what was made is removed again, so that the folder is as it was: a job that it started
-    must be gone then."""
-    fresh = not resume and not folder.path.exists()
-    before = folder.config.read_bytes() if resume else b""
-    attempts = folder.attempts()
-    if not resume:
-        write_run_folder(config, folder)
+def undone_on_error(config: Config, folder: RunFolder, attempt: int, *, resume: bool) -> Iterator[None]:
+    """Make the folder of an attempt, which is the claim to its number, and that of a new run around it. Raises
+    SubmissionError where another command has claimed it. Where the block raises, what was made here is removed again, so that
+    all is as it was: a job that the block started must be gone then."""
+    fresh = not resume and _make_run_folder(folder.path)
     try:
-        yield start_attempt(config, folder)
+        folder.attempt(attempt).mkdir()
+    except FileExistsError:
+        raise SubmissionError(_taken(folder, attempt)) from None
+    before = folder.config.read_bytes() if resume else b""
+    latest = folder.latest.readlink() if folder.latest.is_symlink() else None
+    try:
+        publish_json(folder.submitting(attempt), _this_process())
+        if not resume:
+            folder.create()
+            create_token(folder.token)
+            write_model_folder(config.model, folder.model)
+        _fill_attempt(config, folder, attempt)
+        yield
     except BaseException:
-        if resume:
-            for attempt in set(folder.attempts()) - set(attempts):
-                shutil.rmtree(folder.attempt(attempt), ignore_errors=True)
-            if folder.config.read_bytes() != before:
-                publish(folder.config, before)
-            if attempts:
-                _point_latest(folder, attempts[-1])
-        else:
+        if not resume:
             _empty(folder.path, remove=fresh)
+            raise
+        if folder.config.read_bytes() != before:
+            publish(folder.config, before)
+        if latest is not None:
+            _point_latest(folder, latest)
+        shutil.rmtree(folder.attempt(attempt), ignore_errors=True)  # last: with it ends the claim
         raise
 
 
-def start_attempt(config: Config, folder: RunFolder) -> int:
-    """Make the folder of the next attempt, with the configuration and the code it runs; its number."""
-    attempt = max(folder.attempts(), default=0) + 1
-    folder.logs(attempt).mkdir(parents=True)
+def _make_run_folder(folder: Path) -> bool:
+    """Make the folder; whether it was not there before."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return False
+    return True
+
+
+def _taken(folder: RunFolder, attempt: int) -> str:
+    if attempt == 1:
+        return (
+            f"{folder}: another prl-submit has just begun a run there; choose another run.folder or run.name, or look at that "
+            f"run: prl-report {folder}"
+        )
+    return f"{folder}: another prl-submit has just begun attempt {attempt}; look at it: prl-report {folder}"
+
+
+def _fill_attempt(config: Config, folder: RunFolder, attempt: int) -> None:
+    """The configuration and the code that the attempt runs, and places for what it says."""
+    folder.logs(attempt).mkdir()
     submitit_folder(folder, attempt).mkdir()
     snapshot_code(folder.code, template_folder())
     text = dump(config).encode()
     publish(folder.config, text)
     publish(folder.attempt(attempt) / "config.yaml", text)
     folder.stop.unlink(missing_ok=True)  # meant for an attempt before this one
-    _point_latest(folder, attempt)
-    return attempt
+    _point_latest(folder, Path(folder.attempt(attempt).name))
 
 
 def script_for(config: Config, split: Split, folder: RunFolder, attempt: int) -> str:
@@ -230,68 +253,92 @@ def submit(
     return Submission(folder, attempt, split.kind, job, submitted)
 
 
-def check_not_running(folder: RunFolder) -> None:
-    """Raises ConfigError where the run's latest attempt still goes on: two attempts at once would spoil each other."""
+def check_not_running(folder: RunFolder, *, host_is_gone: bool = False) -> None:
+    """Raises ConfigError where the run's latest attempt still goes on, or nobody can tell: two attempts at once would spoil
+    each other. `host_is_gone`: somebody says that a local run on another machine has ended."""
     first = first_processes(processes_of(folder))
     if first:
         pids = " ".join(str(process.pid) for process in first)
         raise ConfigError(f"{folder}: attempt {attempt_of(first[0])} still runs here; end it first: kill {pids}")
     attempts = folder.attempts()
-    record = folder.attempt(attempts[-1]) / "submission.json" if attempts else None
-    if record is None or not record.exists():
+    if not attempts:
         return
-    kind, job_id = _read_submission(record)
+    attempt = attempts[-1]
+    record = folder.attempt(attempt) / "submission.json"
+    if not record.exists():
+        _check_not_submitting(folder, attempt)
+        return
+    kind, job_id, host = _read_submission(record)
     if kind == "local":
+        if host != os.uname().nodename and not folder.exit(attempt).exists():
+            _check_other_host(folder, attempt, host, host_is_gone)
         return
     try:
         state = job_state(job_id)
     except ProgramError as error:
         raise ConfigError(f"{folder}: cannot tell whether its job {job_id} still runs: {error}") from None
     if not ended(state):
-        raise ConfigError(f"{folder}: job {job_id} of attempt {attempts[-1]} is {state}; end it first: scancel {job_id}")
+        raise ConfigError(f"{folder}: job {job_id} of attempt {attempt} is {state}; end it first: scancel {job_id}")
 
 
-def check_checkpoint(folder: RunFolder) -> None:
-    """Raises ConfigError where the newest checkpoint's manifest cannot be gone on from."""
-    *earlier, (step, path) = folder.manifests()
+def _check_not_submitting(folder: RunFolder, attempt: int) -> None:
+    """An attempt without a record of its job: is it being submitted, or was that command killed?"""
+    if folder.exit(attempt).exists() or folder.plan(attempt).exists():
+        return
+    if (folder.attempt(attempt) / "submission.sh").exists():
+        raise ConfigError(
+            f"{folder}: attempt {attempt} is being sent to Slurm, or that command was killed meanwhile; see with squeue --me "
+            f"that it has no job, then remove {folder.attempt(attempt)}"
+        )
     try:
-        manifest = json.loads(path.read_text())
-        whole = [isinstance(manifest[key], int) for key in ("step", "lineage", "evaluations_reached")]
-        whole += [isinstance(manifest[key], dict) for key in ("dispatcher", "forks")]
-        wrong = "" if all(whole) and isinstance(manifest["dispatcher"]["events"], int) else "a value of another kind"
-        if not wrong and manifest["step"] != step:
-            wrong = f"it is of step {manifest['step']}"
-    except KeyError as error:
-        wrong = f"{error} is missing"
-    except (OSError, ValueError, TypeError) as error:
-        wrong = str(error)
-    if wrong:
-        rest = f"the one before it is step {earlier[-1][0]}" if earlier else "there is none before it: then submit the run anew"
-        raise ConfigError(f"{path}: no checkpoint's manifest ({wrong}); remove the folder {path.parent}; {rest}")
+        by = json.loads(folder.submitting(attempt).read_text())
+        host, pid, created = str(by["host"]), int(by["pid"]), float(by["created"])
+    except (OSError, ValueError, KeyError, TypeError):
+        host, pid, created = "an unknown host", 0, 0.0
+    if host == os.uname().nodename and not _lives(pid, created):
+        return
+    raise ConfigError(
+        f"{folder}: attempt {attempt} is being submitted by another prl-submit (process {pid} on {host}); wait for it, or "
+        f"where that was killed remove {folder.attempt(attempt)}"
+    )
 
 
-def _read_submission(record: Path) -> tuple[str, str]:
-    """(kind, job id) of an attempt."""
+def _check_other_host(folder: RunFolder, attempt: int, host: str, host_is_gone: bool) -> None:
+    silent_s = time.time() - max((path.stat().st_mtime for path in folder.metrics.glob("*.jsonl")), default=0.0)
+    where = f"{folder}: attempt {attempt} was started on {host} without Slurm and has no exit.json"
+    if silent_s < OTHER_HOST_SILENT_S:
+        raise ConfigError(
+            f"{where}; it wrote metrics {max(silent_s, 0):.0f} s ago, so that it still runs there: end it there first, or wait "
+            f"until it has been silent for {OTHER_HOST_SILENT_S:.0f} s"
+        )
+    if not host_is_gone:
+        raise ConfigError(
+            f"{where}; from here ({os.uname().nodename}) nobody can see whether it still runs there: look on {host}, and if "
+            f"nothing of it runs, add --host-is-gone"
+        )
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": os.uname().nodename, "pid": os.getpid(), "created": psutil.Process().create_time()}
+
+
+def _lives(pid: int, created: float) -> bool:
+    try:
+        return bool(abs(psutil.Process(pid).create_time() - created) < 1.0)
+    except psutil.Error:
+        return False
+
+
+def _read_submission(record: Path) -> tuple[str, str, str]:
+    """(kind, job id, host) of an attempt."""
     try:
         facts = json.loads(record.read_text())
-        return str(facts["kind"]), str(facts["job_id"])
+        return str(facts["kind"]), str(facts["job_id"]), str(facts["host"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{record}: no record of a submission ({type(error).__name__}: {error}), so that nobody can tell whether that job "
             f"still runs; see that it has ended, then remove the file"
         ) from None
-
-
-def _claim(folder: Path) -> bool:
-    """Make the folder; whether it was not there before. Raises FileExistsError where it holds something."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        if not folder.is_dir() or any(folder.iterdir()):
-            raise
-        return False
-    return True
 
 
 def _empty(folder: Path, *, remove: bool) -> None:
@@ -306,10 +353,10 @@ def _empty(folder: Path, *, remove: bool) -> None:
             path.unlink(missing_ok=True)
 
 
-def _point_latest(folder: RunFolder, attempt: int) -> None:
+def _point_latest(folder: RunFolder, target: Path) -> None:
     new = folder.path / ".latest"
     new.unlink(missing_ok=True)
-    new.symlink_to(folder.attempt(attempt).name)
+    new.symlink_to(target)
     new.rename(folder.latest)
 
 

@@ -1,8 +1,10 @@
 """Checks over several keys, and of what the keys name: all problems at once, each with its key, its value and what to do."""
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,21 @@ from prl.config.schema import Config
 
 NAME_CHARACTERS = 100
 STEP_ROLLOUTS = 10**7
+ENGINE_ARGS = Path(__file__).with_name("engine_args.txt")  # written by tools/engine_args.py
+LIMITS = {  # of every whole number: far above what any run needs, and below what breaks something
+    2**63: "run.seed",
+    10**9: "run.steps run.max_lag run.evaluate_every_steps run.evaluate_problems run.epochs train.warmup_steps "
+    "train.checkpoint_every_steps preprocess.pack_tokens",
+    10**8: "sample.max_model_len actor.max_tokens model.max_positions",
+    10**7: "model.ffn_size cluster.time_min",
+    10**6: "run.steps_per_generation run.groups_per_step run.rollouts_per_group run.min_rollouts_per_group "
+    "run.stop_after_evaluations model.hidden_size sample.max_num_seqs actor.max_groups actor.lease_groups streams.roll_groups",
+    10**5: "model.layers model.heads model.kv_heads model.head_dim cluster.nodes cluster.train_nodes cluster.cpus_per_node",
+    10**4: "train.tensor_parallel train.threads sample.tensor_parallel sample.threads actor.processes actor.rollout_tries "
+    "verifier.processes preprocess.processes cluster.train_devices cluster.gpus_per_node cluster.replicas_per_node",
+    2**24: "run.max_waiting_mib sample.kv_cache_mib verifier.memory_mib preprocess.memory_mib streams.redis.max_mib",  # 16 TiB
+    2**17: "weights.bucket_mib streams.roll_mib streams.queue_mib",  # 128 GiB, in one piece
+}
 UNUSABLE_IN_PATHS = ":%\\"  # of the run folder: it stands in PYTHONPATH, in sbatch's --output and in submitit's file names
 
 
@@ -51,6 +68,7 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     problems += _run(config)
     problems += _sbatch(config)
     problems += _parts(config)
+    problems += _engine_args(config)
     problems += _domains(config)
     if model is not None:
         problems += _fit(config, model)
@@ -237,6 +255,17 @@ def _parts(config: Config) -> Iterator[str]:
         )
 
 
+def _engine_args(config: Config) -> Iterator[str]:
+    """vLLM itself says only in the job, after a long start, that it has no such argument."""
+    known = ENGINE_ARGS.read_text().split()
+    for key in config.sample.engine_args:
+        name = key.partition(".")[0].replace("_", "-")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "its arguments are those of `vllm serve --help`"
+            yield f"sample.engine_args.{key}: vLLM's server has no such argument; {hint}"
+
+
 def _domains(config: Config) -> Iterator[str]:
     """What can be said without loading the domains' modules; prl.domains.registry checks the rest."""
     if not config.domains:
@@ -282,13 +311,12 @@ def _folder(config: Config) -> Iterator[str]:
 
 
 def _too_large(config: Config) -> Iterator[str]:
-    """Whole numbers that no run needs, and that arrays, seeds or sockets cannot take."""
-    limits = {"seed": 2**63, **dict.fromkeys(("steps", "max_lag", "evaluate_every_steps", "evaluate_problems"), 10**9)}
-    limits |= dict.fromkeys(("steps_per_generation", "groups_per_step", "rollouts_per_group", "stop_after_evaluations"), 10**6)
-    for key, limit in limits.items():
-        value = getattr(config.run, key)
-        if value >= limit:
-            yield f"run.{key} = {value}: must be below {limit}"
+    """Whole numbers that no run needs, and that arrays, seeds, sockets or a machine's memory cannot take."""
+    for limit, keys in LIMITS.items():
+        for section, key in (name.rsplit(".", 1) for name in keys.split()):
+            value = getattr(attrgetter(section)(config), key)
+            if value is not None and value >= limit:
+                yield f"{section}.{key} = {value}: must be below {limit}"
     run = config.run
     if run.groups_per_step * run.rollouts_per_group >= STEP_ROLLOUTS:
         yield (

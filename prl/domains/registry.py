@@ -5,11 +5,15 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import prl.domains
 from prl.config.schema import Config
 from prl.domains.api import DomainError, GenerateRollout, Problem, ScoreGroup
+from prl.runfolder.model import has_chat_template
+
+MATHEMATICS = "math_verify"  # what the verifier's workers import
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,17 @@ def domain_problems(config: Config) -> list[str]:
             continue
         if domain.needs_verifier and not config.verifier.processes:
             problems.append(f"verifier.processes = 0: domain {entry.name} needs the verifier; set at least 1")
+        if domain.needs_verifier and config.cluster.nodes is None and find_spec(MATHEMATICS) is None:
+            problems.append(
+                f"domains[{number}]: domain {entry.name} has its answers checked by {MATHEMATICS}, which is not installed "
+                f"here: pip install math-verify, or in a checkout bash tools/setup.sh --dev"
+            )
+        if _asks_for_chat(domain) and not has_chat_template(config.model):
+            problems.append(
+                f"domains[{number}]: domain {entry.name} builds its prompts with the model's chat template "
+                f"(context.tokenizer.chat), and the model has none: set model.tokenizer: bytes, or name a model.path whose "
+                f"folder has one (chat_template.jinja, or in tokenizer_config.json)"
+            )
     every = config.run.evaluate_every_steps
     if every and checked and not held_out:
         problems.append(
@@ -77,6 +92,14 @@ def domain_problems(config: Config) -> list[str]:
             f"options.evaluate_paths), or set 0"
         )
     return problems
+
+
+def _asks_for_chat(domain: Domain) -> bool:
+    """Whether the domain's module, as it is written, uses the chat template."""
+    try:
+        return "tokenizer.chat(" in inspect.getsource(inspect.getmodule(domain.generate_rollout) or inspect)
+    except (OSError, TypeError):
+        return False
 
 
 def load_split(domain: Domain, options: Mapping[str, Any], split: str, seed: int) -> Sequence[Problem]:

@@ -32,8 +32,8 @@ from prl.runfolder.publish import in_words, publish_json
 POLL_S = 0.2  # how often other nodes look for rank 0's address on the shared filesystem
 
 
-def run_node(run_folder: str) -> None:
-    """Live through the newest attempt of a run on this node. Rank 0 raises RunFailed with the cause when the run failed, so
+def run_node(run_folder: str, attempt: int) -> None:
+    """Live through an attempt of a run on this node. Rank 0 raises RunFailed with the cause when the run failed, so
     that the job counts as failed; other nodes end quietly, so that they do not end rank 0's task before it has written it."""
     # The batch system warns with these; a child with the default disposition would die of them. Ignoring is inherited.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -41,7 +41,6 @@ def run_node(run_folder: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # until the orchestrator takes them over
         signal.signal(number, _cancel)
     run = RunFolder(run_folder)
-    attempt = run.attempts()[-1]
     allocation = read_allocation()
     if allocation.job_id is None:
         end_with_parent()  # under Slurm that is Slurm's business
@@ -107,7 +106,8 @@ async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, con
     split = make_split(config)
     start = find_start(run, config)
     plan = bind(config, split, allocation, attempt, free_port(allocation.master_address), start.resume)
-    publish_json(run.plan(attempt), {**plan.to_json(), "lineage": start.resume.lineage, "forks": start.forks})
+    facts = {"lineage": start.resume.lineage, "forks": start.forks, "refused": start.refused}
+    publish_json(run.plan(attempt), {**plan.to_json(), **facts})
     token = read_token(run.token)
     with _own_redis(run, attempt, allocation.host.address, config, token):
         return await _lead_through(run, attempt, allocation, config, Orchestrator(run, config, plan, start, token), token)

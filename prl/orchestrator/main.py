@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,8 @@ from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
 from prl.orchestrator.steps import StepDesk
 from prl.orchestrator.stop_rule import Score, StopRule
 from prl.orchestrator.updates import Committed, Replica, UpdateError, WeightUpdater
+from prl.runfolder.manifest import Manifest, Part, write_manifest
 from prl.runfolder.paths import RunFolder
-from prl.runfolder.publish import publish_json
 from prl.streams.ledger import LedgerWriter
 
 LATE_S = 1.0  # later than this after a sleep, this process was held up
@@ -97,6 +97,9 @@ class Orchestrator:
         )
         self._journal = Journal(run, plan.attempt, config.metrics)
         self._reclaimer = Reclaimer(run, plan.attempt)
+        # Step and state of the newest checkpoint. What it makes superfluous stays until the next one: should that turn out
+        # damaged, a resume goes on from this one.
+        self._before: tuple[int, Mapping[str, Any]] | None = None
         self._reclaims = config.streams.keep == "needed" and config.streams.backend == "folder"
 
     async def serve(self, host: str) -> str:
@@ -343,21 +346,23 @@ class Orchestrator:
         if self._reclaims:
             self._reclaimer.announced(announcement)
 
-    async def _checkpoint(self, step: int) -> None:
+    async def _checkpoint(self, step: int, parts: Sequence[Part]) -> None:
         """The trainer's files of a checkpoint are durable: the manifest makes it count."""
         state, reached = self._dispatcher.state(), self._stop_rule.reached
         cursors, last_step = self._rollouts.cursors(), self._steps.next_step - 1
         await self._ledger_desk.settled()  # the state counts on these rows
-        manifest = {
-            "step": step,
-            "attempt": self._plan.attempt,
-            "lineage": self._start.resume.lineage,
-            "forks": {str(lineage): fork for lineage, fork in self._start.forks.items()},
-            "dispatcher": state,
-            "streams": {"rollouts": cursors, "steps": last_step},
-            "evaluations_reached": reached,
-        }
-        await asyncio.to_thread(publish_json, self._run.checkpoint(step) / "manifest.json", manifest)
-        if self._reclaims:
-            await asyncio.to_thread(self._reclaimer.reclaim, step, state)
+        manifest = Manifest(
+            step=step,
+            attempt=self._plan.attempt,
+            lineage=self._start.resume.lineage,
+            forks=self._start.forks,
+            dispatcher=state,
+            streams={"rollouts": cursors, "steps": last_step},
+            evaluations_reached=reached,
+            parts=parts,
+        )
+        await asyncio.to_thread(write_manifest, self._run, manifest)
+        if self._reclaims and self._before is not None:
+            await asyncio.to_thread(self._reclaimer.reclaim, *self._before)
+        self._before = step, state
         self._journal.checkpointed(step, self._reclaimer.metrics())

@@ -1,6 +1,6 @@
 """Where an attempt starts: afresh, or from the last finished checkpoint with the ledger and the step files behind it."""
 
-import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,9 +10,14 @@ from prl.flow.events import LedgerEvent
 from prl.orchestrator.binding import Resume
 from prl.orchestrator.replay import replayed_steps
 from prl.orchestrator.steps import StepEntry
+from prl.runfolder.manifest import newest_manifest
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.plan import PlanError, read_plan
+from prl.streams.files import StreamError
 from prl.streams.ledger import ledger_events, read_ledger
 from prl.streams.steps import find_steps, read_step
+
+log = logging.getLogger(__name__)
 
 
 class ResumeError(Exception):
@@ -27,39 +32,50 @@ class Start:
     waiting: Sequence[StepEntry]  # durable step files that are trained again as they are
     evaluations_reached: int
     reissued: Sequence[LedgerEvent]  # to be recorded before anything else
+    refused: Sequence[str] = ()  # newer checkpoints that are damaged, and how
 
 
 def find_start(run: RunFolder, config: Config) -> Start:
-    """Read the newest manifest, if there is one. Raises ResumeError where it does not fit the ledger."""
+    """Where the newest whole checkpoint, if there is one, and what lies behind it lead. Checkpoints that are damaged are passed
+    over with a word. Raises ResumeError where none is whole, or the files do not fit together."""
     settings = dispatcher_settings(config)
-    manifests = run.manifests()
+    manifest, refused = newest_manifest(run, parts=True)
+    for words in refused:
+        log.error("%s", words)
     _check_ledgers(run)
     earlier = list(ledger_events(read_ledger(run.ledgers)))
-    if not manifests:
+    if manifest is None:
+        if refused:
+            raise ResumeError(f"{run}: no checkpoint is whole; restore one, or submit the run anew. {'; '.join(refused)}")
         if earlier:
             raise ResumeError(f"{run}: this run has begun before and left no checkpoint to go on from; submit it anew")
         waiting = replayed_steps(config, 0) if config.run.replay else []
         return Start(Resume(0, 0, None), {}, Dispatcher(settings), waiting, 0, ())
-    step, path = manifests[-1]
-    manifest = json.loads(path.read_text())
-    counted = int(manifest["dispatcher"]["events"])
+    step, path, counted = manifest.step, run.manifest(manifest.step), manifest.events
     if len(earlier) < counted:
         raise ResumeError(f"{path} counts on {counted} rows of the ledger in {run.ledgers}, which has {len(earlier)}")
-    dispatcher = Dispatcher(settings, manifest["dispatcher"])
-    dispatcher.replay(earlier[counted:])
+    try:
+        dispatcher = Dispatcher(settings, manifest.dispatcher)
+        dispatcher.replay(earlier[counted:])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ResumeError(
+            f"{path}: its state and the ledger in {run.ledgers} do not fit together ({type(error).__name__}: {error}): they "
+            f"were written by another version of prl, or belong to different runs; submit the run anew"
+        ) from error
     lineage = _last_lineage(run) + 1
-    forks = {int(key): int(value) for key, value in manifest["forks"].items()}
-    forks |= dict.fromkeys(range(int(manifest["lineage"]) + 1, lineage + 1), step)  # also of attempts that left nothing
-    waiting = replayed_steps(config, step) if config.run.replay else _steps_behind(run, step, earlier)
+    forks = dict(manifest.forks)
+    forks |= dict.fromkeys(range(manifest.lineage + 1, lineage + 1), step)  # also of attempts that left nothing
+    since = earlier[counted:]
+    waiting = replayed_steps(config, step) if config.run.replay else _steps_behind(run, step, earlier, since)
     if not config.run.replay:
-        _check_trained_again(run, step, waiting, earlier[counted:])
+        _check_trained_again(run, step, waiting, since, refused)
     in_files = {rollout for entry in waiting for rollout in entry.trained}
     keep = {rollout.group for rollout in in_files}
     left_out = [e.rollout for e in earlier if e.kind == "issued" and e.rollout.group in keep and e.rollout not in in_files]
     events = dispatcher.discarded(left_out, "left out of a step file")
     events += dispatcher.reissue_outstanding("attempt ended", keep)
     resume = Resume(step, lineage, str(path.parent))
-    return Start(resume, forks, dispatcher, waiting, int(manifest["evaluations_reached"]), events)
+    return Start(resume, forks, dispatcher, waiting, manifest.evaluations_reached, events, refused)
 
 
 def dispatcher_settings(config: Config) -> DispatcherSettings:
@@ -83,8 +99,10 @@ def dispatcher_settings(config: Config) -> DispatcherSettings:
 
 def _last_lineage(run: RunFolder) -> int:
     """The highest lineage that any attempt has used, also one that left no checkpoint."""
-    lineages = [json.loads(run.plan(n).read_text())["lineage"] for n in run.attempts() if run.plan(n).exists()]
-    return max(lineages, default=0)
+    try:
+        return max((read_plan(run.plan(n)).lineage for n in run.attempts() if run.plan(n).exists()), default=0)
+    except PlanError as error:
+        raise ResumeError(str(error)) from error
 
 
 def _check_ledgers(run: RunFolder) -> None:
@@ -97,26 +115,42 @@ def _check_ledgers(run: RunFolder) -> None:
             )
 
 
-def _check_trained_again(run: RunFolder, step: int, waiting: Sequence[StepEntry], since: Iterable[LedgerEvent]) -> None:
+def _check_trained_again(
+    run: RunFolder, step: int, waiting: Sequence[StepEntry], since: Iterable[LedgerEvent], refused: Sequence[str]
+) -> None:
     """What was trained behind the checkpoint can only be trained again from its step file: its rollouts have ended."""
-    last = max((event.step for event in since if event.kind == "trained"), default=step)
     found = {int(entry.file["step"]) for entry in waiting}
-    missing = [number for number in range(step + 1, last + 1) if number not in found]
+    missing = [number for number in range(step + 1, _last_trained(since, step) + 1) if number not in found]
     if missing:
+        why = f" (older than the newest, since {'; '.join(refused)})" if refused else ""
         raise ResumeError(
-            f"{run}: step {missing[0]} was trained behind the checkpoint of step {step}, and its file is not in {run.steps}: "
-            f"restore it, or submit the run anew"
+            f"{run}: step {missing[0]} was trained behind the checkpoint of step {step}{why}, and its file is not in "
+            f"{run.steps}: restore it, or submit the run anew"
         )
 
 
-def _steps_behind(run: RunFolder, step: int, events: Iterable[LedgerEvent]) -> list[StepEntry]:
-    """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout has ended otherwise."""
+def _last_trained(since: Iterable[LedgerEvent], step: int) -> int:
+    return max((event.step for event in since if event.kind == "trained"), default=step)
+
+
+def _steps_behind(run: RunFolder, step: int, events: Iterable[LedgerEvent], since: Sequence[LedgerEvent]) -> list[StepEntry]:
+    """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout has ended otherwise. A damaged file
+    of a step that nobody has trained is passed over, and made anew."""
     ended = {event.rollout for event in events if event.kind in ("discarded", "issued_again")}
-    found = find_steps(run.steps)
+    found, last = find_steps(run.steps), _last_trained(since, step)
     waiting = []
     while (step := step + 1) in found:
         file = found[step]
-        ids = read_step(file.path, file.bytes, file.checksum).rollout_ids()
+        try:
+            ids = read_step(file.path, file.bytes, file.checksum).rollout_ids()
+        except StreamError as error:
+            if step <= last:
+                raise ResumeError(
+                    f"step {step} was trained behind the checkpoint and has to be trained again from its file, which is "
+                    f"damaged: {error}; restore it, or submit the run anew"
+                ) from error
+            log.warning("step %d is made anew, since nothing was trained from its file, which is damaged: %s", step, error)
+            break
         if not ended.isdisjoint(ids):
             break
         entry = {"step": step, "path": str(file.path.relative_to(run.path)), "bytes": file.bytes, "checksum": file.checksum}

@@ -9,6 +9,7 @@ from prl.flow.dispatcher import Dispatcher
 from prl.flow.events import from_rows
 from prl.flow.ids import RolloutId
 from prl.orchestrator.rollouts import LONG_POLL_S, Record, RolloutDesk
+from prl.runfolder.manifest import Part
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class StepDesk:
         waiting: Sequence[StepEntry],
         on_trained: Callable[[int, Mapping[str, float], Mapping[str, float]], bool],
         save_now: Callable[[int], bool],
-        on_checkpoint: Callable[[int], Awaitable[None]],
+        on_checkpoint: Callable[[int, Sequence[Part]], Awaitable[None]],
     ) -> None:
         self.trained = trained
         self.finishing = False  # the trainer saves, exports and ends
@@ -136,7 +137,7 @@ class StepDesk:
         return {"stop": self.finishing, "save": self._save_now(step)}
 
     async def _checkpoint(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        await self._on_checkpoint(int(body["step"]))
+        await self._on_checkpoint(int(body["step"]), [Part(**part) for part in body["parts"]])
         return {}
 
     async def _exported(self, member: Member, body: Mapping[str, Any]) -> Answer:

@@ -23,6 +23,7 @@ from prl.report.audit_files import RolloutFiles, StepRows, check_age, read_rollo
 from prl.report.audit_ids import Findings, Ids, Int64, pairs_of
 from prl.report.read import ReportError
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.plan import PlanError, read_plan
 from prl.runfolder.reclaim import Reclaimed, read_reclaimed
 from prl.streams.files import StreamError
 from prl.streams.ledger import read_ledger
@@ -79,7 +80,7 @@ def audit(path: Path | str) -> Audit:
     try:
         reclaimed = _reclaimed(run)
         ledger = _Ledger(read_ledger(run.ledgers), _forks(run, attempts), findings)
-    except (StreamError, ValueError) as error:
+    except (StreamError, ValueError, PlanError) as error:
         findings.add("", str(error))
         return _with_findings(result, findings)
     _count(result, ledger)
@@ -104,7 +105,7 @@ def _forks(run: RunFolder, attempts: Sequence[int]) -> dict[int, int]:
     forks: dict[int, int] = {}
     for plan in (run.plan(attempt) for attempt in attempts):
         if plan.is_file():
-            forks |= {int(lineage): int(step) for lineage, step in json.loads(plan.read_text()).get("forks", {}).items()}
+            forks |= read_plan(plan).forks
     return forks
 
 

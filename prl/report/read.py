@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from prl.metrics import names
-from prl.metrics.events import Event, read_events
+from prl.metrics.events import YEAR_9999, Event, read_events
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.plan import PlanError, read_plan
 from prl.streams.files import StreamError
 from prl.streams.ledger import read_ledger
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
+
+ODD_LINES = 10  # of the metrics, that are told one by one
 
 
 class ReportError(Exception):
@@ -106,6 +109,7 @@ def read_run(path: Path | str) -> RunRecord:
     if not run.path.is_dir():
         raise ReportError(f"{path}: no such folder; give the run folder that prl-submit printed")
     attempts = run.attempts()
+    ends: list[str] = []
     if not run.config.is_file() and not attempts:
         raise ReportError(
             f"{path}: this is no run folder: it has neither config.yaml nor attempt_001. Runs are usually in runs/"
@@ -115,24 +119,35 @@ def read_run(path: Path | str) -> RunRecord:
     return RunRecord(
         path=run.path.resolve(),
         config=_read_config(run.config),
-        attempts=tuple(_read_attempt(run, number) for number in attempts),
+        attempts=tuple(_read_attempt(run, number, ends) for number in attempts),
         steps=table_of(event for event in events if event.kind == names.STEP),
         weights=table_of(event for event in events if event.kind == names.WEIGHTS),
         evaluations=_evaluations(events),
         phases=_phases(events),
         usage=_usage(events),
         discards=discards,
-        notes=[*notes, *odd],
+        notes=[*notes, *odd, *ends, *_refused(run, attempts)],
         sizes=_sizes(run.path),
         newest_event=max((event.time for event in events), default=None),
     )
 
 
+def _refused(run: RunFolder, attempts: Sequence[int]) -> Iterator[str]:
+    """The checkpoints that attempts passed over."""
+    for attempt in attempts:
+        if run.plan(attempt).exists():
+            try:
+                yield from (f"attempt {attempt}: {words}" for words in read_plan(run.plan(attempt)).refused)
+            except PlanError as error:
+                yield str(error)
+
+
 def _events(folder: Path) -> tuple[list[Event], Sequence[str]]:
-    """All events, and what lies among the metrics without being a file (a pipe would be waited for)."""
+    """All events, and words for lines that are none and for what is no file (a pipe would be waited for)."""
     paths = sorted(folder.glob("*.jsonl"))
-    events = [event for path in paths if path.is_file() for event in read_events(path)[0]]
-    return events, [f"{path}: is no regular file, and was left out" for path in paths if not path.is_file()]
+    odd = [f"{path}: is no regular file, and was left out" for path in paths if not path.is_file()]
+    events = [event for path in paths if path.is_file() for event in read_events(path, odd=odd)[0]]
+    return events, odd if len(odd) <= ODD_LINES else [*odd[:ODD_LINES], f"and {len(odd) - ODD_LINES} lines more like these"]
 
 
 def table_of(events: Iterable[Event]) -> Table:
@@ -176,18 +191,22 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _read_attempt(run: RunFolder, number: int) -> Attempt:
+def _read_attempt(run: RunFolder, number: int, notes: list[str]) -> Attempt:
+    """What the attempt says of its end; where that cannot be read, a note."""
     path = run.exit(number)
     if not path.exists():
         return Attempt(number, None, "", None, None, None, None, None)
-    if not path.is_file():
-        raise ReportError(f"{path}: is no regular file")
+    facts: Any = None
     try:
-        facts = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ReportError(f"{path}: cannot be read as JSON: {error}") from error
+        facts = json.loads(path.read_bytes()) if path.is_file() else None
+        words = "is no object with outcome and cause"
+    except (OSError, ValueError, RecursionError) as error:
+        words = f"cannot be read as JSON: {error}"
     if not isinstance(facts, dict):
-        raise ReportError(f"{path}: expected an object with outcome and cause")
+        notes.append(f"{path}: {words}")
+        return Attempt(
+            number, "unknown", f"attempt {number} has ended, and {path.name} is damaged", None, None, None, None, None
+        )
     role, code, steps = facts.get("role"), facts.get("code"), facts.get("steps")
     return Attempt(
         number=number,
@@ -196,13 +215,19 @@ def _read_attempt(run: RunFolder, number: int) -> Attempt:
         role=None if role is None else str(role),
         code=code if isinstance(code, int) else None,
         steps=steps if isinstance(steps, int) else None,
-        started=_seconds(facts.get("started")),
-        ended=_seconds(facts.get("ended")),
+        started=_seconds(path, facts, "started", notes),
+        ended=_seconds(path, facts, "ended", notes),
     )
 
 
-def _seconds(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+def _seconds(path: Path, facts: Mapping[str, Any], key: str, notes: list[str]) -> float | None:
+    value = facts.get(key)
+    if value is None:
+        return None
+    if isinstance(value, int | float) and 0 <= value < YEAR_9999:
+        return float(value)
+    notes.append(f"{path}: {key} = {str(value)[:40]} is no time")
+    return None
 
 
 def _phases(events: Iterable[Event]) -> Sequence[Phase]:

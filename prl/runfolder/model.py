@@ -35,6 +35,20 @@ def write_model_folder(options: ModelOptions, folder: Path) -> None:
     _write(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": pad})
 
 
+def has_chat_template(options: ModelOptions) -> bool:
+    """Whether the model's folder holds, or will hold, a chat template; true where its settings cannot be read."""
+    if not options.path:
+        return options.tokenizer != "digits"
+    folder = Path(options.path)
+    try:
+        settings = folder / "tokenizer_config.json"
+        return (folder / "chat_template.jinja").is_file() or (
+            settings.is_file() and bool(json.loads(settings.read_bytes()).get("chat_template"))
+        )
+    except (OSError, ValueError, AttributeError):
+        return True  # whoever reads it says what is wrong
+
+
 def _digits_tokenizer() -> tuple[Tokenizer, dict[str, Any]]:
     """16 tokens, one a character: the digits are their own ids, "=" is 10, the end of text 11."""
     tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(_DIGITS)}, unk_token="<unk>"))

@@ -71,6 +71,9 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
+    def manifest(self, step: int) -> Path:
+        return self.checkpoint(step) / "manifest.json"
+
     @property
     def export(self) -> Path:
         """The trained model at the end, in Hugging Face's form."""
@@ -103,6 +106,10 @@ class RunFolder:
 
     def attempt(self, number: int) -> Path:
         return self.path / f"attempt_{number:03d}"
+
+    def submitting(self, number: int) -> Path:
+        """Who submits the attempt: the claim's record, until submission.json says which job that became."""
+        return self.attempt(number) / "submitting.json"
 
     def plan(self, number: int) -> Path:
         return self.attempt(number) / "plan.json"

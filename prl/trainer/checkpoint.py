@@ -5,6 +5,8 @@ A checkpoint folder, step_000100, holds them in `trainer/`; the orchestrator's m
 """
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,17 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
+from prl.runfolder.manifest import Part, part_of
 from prl.trainer.engine import Engine
 from prl.trainer.hf_folder import replace_folder, sync
 
 _PART = "trainer"
 
 
-def save_checkpoint(engine: Engine, folder: Path, step: int) -> None:
-    """Write `folder`/trainer, durable when this returns. A collective of all ranks; an older one of the name is replaced (it
-    belongs to a lineage that was left). Raises OSError."""
+def save_checkpoint(engine: Engine, folder: Path, step: int) -> list[Part]:
+    """Write `folder`/trainer, durable when this returns; gives the files that this rank wrote, with their checksums, which are
+    taken while the filesystem writes back. A collective of all ranks; an older one of the name is replaced (it belongs to a
+    lineage that was left). Raises OSError."""
     temporary = folder / f".tmp-{_PART}"
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -33,13 +37,20 @@ def save_checkpoint(engine: Engine, folder: Path, step: int) -> None:
             f"{folder}: the checkpoint could not be written; this process's log says why. Look whether space and quota are "
             f"left there (df -h, df -i, quota)"
         ) from error
-    for path in temporary.glob(f"__{dist.get_rank()}_*"):
-        sync(path)  # each node must write back its own
+    mine = sorted(temporary.glob(f"__{dist.get_rank()}_*"))
+    if dist.get_rank() == 0:
+        mine += sorted(path for path in temporary.iterdir() if not path.name.startswith("__"))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.map(lambda path: part_of(temporary, path), mine)
+        for path in mine:
+            sync(path)  # each node must write back its own
+        parts = [replace(part, path=f"{_PART}/{part.path}") for part in reading]
     dist.barrier()
     if dist.get_rank() == 0:
         (folder / "manifest.json").unlink(missing_ok=True)
         replace_folder(temporary, folder / _PART)
     dist.barrier()
+    return parts
 
 
 def load_checkpoint(engine: Engine, folder: Path) -> int:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def run(child: Child, client: ThreadedClient) -> None:
     weights.publish(step)
     step, saved = _train(child, client, engine, channel, weights, step)
     if step != saved:  # else the checkpoint is whole, and its manifest says so
-        _save(child, client, engine, step)
+        _save(child, client, engine, channel, step)
     _export(child, client, engine, step)
     channel.barrier()
     stop_groups()
@@ -110,7 +111,7 @@ def _train(
         if answer["stop"]:
             break
         if answer["save"]:
-            _save(child, client, engine, step)
+            _save(child, client, engine, channel, step)
             saved = step
     return step, saved
 
@@ -135,13 +136,14 @@ def _next_file(child: Child, client: ThreadedClient, channel: Channel, step: int
             raise TimeoutError(f"no step file {step} within {control.wait_s:.0f} s: look at the preprocessor and the actors")
 
 
-def _save(child: Child, client: ThreadedClient, engine: Engine, step: int) -> None:
+def _save(child: Child, client: ThreadedClient, engine: Engine, channel: Channel, step: int) -> None:
     """Checkpoint version `step`, and have the orchestrator write its manifest."""
     client.progress(f"saving version {step}")
-    save_checkpoint(engine, child.run.checkpoint(step), step)
+    written = channel.gather([asdict(part) for part in save_checkpoint(engine, child.run.checkpoint(step), step)])
     if dist.get_rank() == 0:
         wait_s = child.config.control.wait_s
-        client.call("checkpoint", {"step": step}, deadline_s=wait_s, reason=f"checkpoint of version {step}")
+        body = {"step": step, "parts": [part for parts in written for part in parts]}
+        client.call("checkpoint", body, deadline_s=wait_s, reason=f"checkpoint of version {step}")
 
 
 def _export(child: Child, client: ThreadedClient, engine: Engine, step: int) -> None:

@@ -49,7 +49,7 @@ def stop_groups() -> None:
 
 
 class Channel:
-    """Messages from rank 0 to all ranks, in a gloo group of their own (NCCL takes no CPU tensors)."""
+    """Messages between rank 0 and all ranks, in a gloo group of their own (NCCL takes no CPU tensors)."""
 
     def __init__(self, timeout_s: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -63,6 +63,16 @@ class Channel:
         dist.broadcast(content, src=0, group=self._group)
         received: dict[str, Any] = json.loads(content.numpy().tobytes())
         return received
+
+    def gather(self, message: Any) -> list[Any]:
+        """The messages of all ranks, in their order, for every rank. Anything that JSON holds."""
+        data = json.dumps(message).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        width = int(max(sizes))
+        contents = [torch.empty(width, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(contents, torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8), group=self._group)
+        return [json.loads(content.numpy().tobytes()) for content in contents]
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)

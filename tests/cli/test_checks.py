@@ -3,10 +3,11 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
-from prl.config.checks import check, resolve_paths
+from prl.config.checks import LIMITS, check, resolve_paths
 from prl.config.hf_config import model_config
 from prl.config.load import ConfigError, load, replace
 from prl.config.machine import cgroup_free_bytes, count_parameters, estimate_memory_bytes, free_memory_bytes
@@ -112,6 +113,12 @@ def test_a_good_configuration_has_neither_problems_nor_warnings(good):
         ("sample", {"kv_cache_mib": None}, "sample.kv_cache_mib = null: without accelerators the KV cache needs a size"),
         ("sample", {"max_model_len": 4096}, "sample.max_model_len = 4096: the model has 1024 positions"),
         ("sample", {"max_num_seqs": 0}, "sample.max_num_seqs = 0: must be at least 1"),
+        (
+            "sample",
+            {"engine_args": {"enable_prefix_caching": True, "compilation-config.mode": 0, "blok-size": 1}},
+            "sample.engine_args.blok-size: vLLM's server has no such argument; did you mean block-size?",
+        ),
+        ("sample", {"engine_args": {"foo": 1}}, "sample.engine_args.foo: vLLM's server has no such argument; "),
         ("actor", {"max_tokens": 64}, "actor.max_tokens = 64: leaves no room for a prompt in sample.max_model_len = 64"),
         ("actor", {"processes": 0}, "actor.processes = 0: must be at least 1"),
         ("actor", {"temperature": 0.0}, "actor.temperature = 0.0: must be above 0"),
@@ -337,3 +344,24 @@ def test_redis_needs_one_server(good, tmp_path):
         assert check(replace(good, streams={"backend": "redis", "redis": redis}), memory_bytes=16 * GIB) == []
     there = replace(good, streams={"redis": RedisOptions(url=url, password_file="secret")})
     assert resolve_paths(there, tmp_path).streams.redis.password_file == str(tmp_path / "secret")
+
+
+def whole_numbers(options, prefix=""):
+    """The names of all keys that take a whole number."""
+    hints = get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        value, kind = getattr(options, field.name), hints[field.name]
+        if dataclasses.is_dataclass(value):
+            yield from whole_numbers(value, f"{prefix}{field.name}.")
+        elif int in (kind, *get_args(kind)):
+            yield f"{prefix}{field.name}"
+
+
+def test_every_whole_number_has_a_largest_value(good):
+    limits = {key: limit for limit, keys in LIMITS.items() for key in keys.split()}
+    assert sorted(limits) == sorted(whole_numbers(good))
+    for key, value in (("weights.bucket_mib", 99999999999), ("sample.max_num_seqs", 99999999999), ("cluster.nodes", 10**5)):
+        section, name = key.split(".")
+        assert f"{key} = {value}: must be below {limits[key]}" in problems(replace(good, **{section: {name: value}}))
+    (problem,) = problems(replace(good, streams={"redis": RedisOptions(max_mib=2**24)}))
+    assert problem.startswith("streams.redis.max_mib = 16777216: must be below")

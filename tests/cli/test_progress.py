@@ -78,3 +78,18 @@ def test_one_line_on_a_terminal(run):
     assert first == "\rstep 0/100  starting"
     assert second == "\rstep 1/100  reward 0.250  lag 1.5  2,500 tokens/s  2.00 s/step  3:18 left"
     assert out.getvalue().count("\n") == 1
+
+
+def test_checkpoints_that_were_passed_over_are_told_and_the_first_request_is_no_phase(run):
+    (run.attempt(1) / "exit.json").write_text(json.dumps({"outcome": "done", "cause": "", "code": 0}))
+    out = io.StringIO()
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+
+        def begin():
+            run.plan(1).write_text(json.dumps({"lineage": 1, "forks": {}, "refused": ["checkpoint step_000010 is damaged"]}))
+            writer.write({}, kind=names.PHASE, labels={"name": "seeding"})
+            writer.write({}, kind=names.PHASE, labels={"name": names.FIRST_ROLLOUT_REQUEST})
+            writer.flush()
+
+        played(run, out, begin, lambda: None)
+    assert out.getvalue() == "warning: checkpoint step_000010 is damaged\nstep 0/100  seeding\n"

@@ -12,8 +12,11 @@ import psutil
 import pytest
 
 from prl.cli import plan, submit
+from prl.domains import registry
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
+from prl.runfolder.manifest import Manifest, write_manifest
+from prl.runfolder.paths import RunFolder
 
 CONFIG = """
 run: {name: one, steps: 20}
@@ -24,7 +27,6 @@ sample: {dtype: float32, max_model_len: 64, kv_cache_mib: 64}
 actor: {max_tokens: 5}
 verifier: {processes: 0}
 """
-MANIFEST = {"step": 10, "lineage": 0, "forks": {}, "dispatcher": {"events": 0}, "evaluations_reached": 0}
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "vllm", "megatron", "transformers")
 
@@ -34,6 +36,13 @@ def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text(CONFIG)
     return tmp_path
+
+
+def checkpoint(run, step):
+    """The manifest of a checkpoint whose files are not there; gives its path."""
+    facts = {"attempt": 1, "lineage": 0, "forks": {}, "streams": {}, "evaluations_reached": 0, "parts": ()}
+    write_manifest(RunFolder(run), Manifest(step=step, dispatcher={"events": 0}, **facts))
+    return RunFolder(run).manifest(step)
 
 
 def files(folder):
@@ -80,6 +89,10 @@ def test_dry_run_prints_the_plan_and_the_script_and_writes_nothing(config, capsy
             ["c.yaml", "--set", "domains=[{name: gsm8k, options: {paths: [c.yaml]}}]", "run.evaluate_every_steps=5"],
             "run.evaluate_every_steps = 5: no domain has held-out problems",
         ),
+        (
+            ["c.yaml", "--set", "domains=[{name: gsm8k, options: {paths: [c.yaml]}}]"],
+            "the model has none: set model.tokenizer: bytes",
+        ),
         (["/dev/null"], "/dev/null: is no regular file"),
         (["--resume", "runs/none"], "no run lies there"),
         (["c.yaml", "--resume", "runs/none"], "leave out c.yaml"),
@@ -91,6 +104,14 @@ def test_bad_input_is_refused_before_anything_is_written(config, capsys, argumen
     assert error.startswith("prl-submit: error: ")
     assert words in error
     assert files(config) == ["c.yaml"]
+
+
+def test_what_checks_mathematics_must_be_there_where_it_runs(config, capsys, monkeypatch):
+    monkeypatch.setattr(registry, "MATHEMATICS", "no_module_of_this_name")
+    gsm8k = ["verifier.processes=1", "model.tokenizer=bytes", "domains=[{name: gsm8k, options: {paths: [c.yaml]}}]"]
+    assert submit.main(["c.yaml", "--dry-run", "--set", *gsm8k]) == 2
+    assert "no_module_of_this_name, which is not installed here: pip install math-verify" in capsys.readouterr().err
+    assert submit.main(["c.yaml", "--dry-run", "--nodes", "3", "--set", *gsm8k]) == 0  # the nodes have their own
 
 
 def test_slurm_without_a_controller_is_an_error_and_writes_nothing(config, capsys, monkeypatch):
@@ -154,7 +175,7 @@ def test_resume_needs_a_finished_checkpoint(config, capsys):
     (config / "runs/one/checkpoints/step_000010").mkdir()
     assert submit.main(["--resume", "runs/one"]) == 2
     assert "no finished checkpoint to go on from" in capsys.readouterr().err
-    (config / "runs/one/checkpoints/step_000010/manifest.json").write_text(json.dumps(MANIFEST))
+    checkpoint(config / "runs/one", 10)
     assert submit.main(["--resume", "runs/one", "--dry-run"]) == 0
     assert submit.main(["--resume", "runs/one", "--set", "run.steps=10"]) == 2
     error = capsys.readouterr().err
@@ -212,6 +233,22 @@ def test_an_output_that_takes_nothing_is_an_error_before_anything_is_written(con
         os.close(stream)
 
 
+@pytest.mark.parametrize("arguments", [["c.yaml", "--nodes", "3", "--dry-run"], ["--options"]])
+def test_a_reader_of_a_listing_that_has_read_enough_is_no_error(config, arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-u", "-m", "prl.cli.submit", *arguments],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("made_before", [False, True])
 def test_a_copy_of_the_code_that_fails_is_told_in_one_line_and_leaves_nothing(config, made_before):
     if made_before:
@@ -264,29 +301,49 @@ def test_a_killed_controller_is_told_and_what_it_left_is_ended(config):
     assert (said["outcome"], said["role"], said["steps"]) == ("failed", None, 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[]", "list indices"),
-        ("{", "Expecting property name"),
-        (json.dumps({**MANIFEST, "step": 9}), "it is of step 9"),
-        (json.dumps({**MANIFEST, "dispatcher": {}}), "'events' is missing"),
-    ],
-)
-def test_a_broken_checkpoint_is_refused_before_an_attempt_is_made(config, capsys, text, words):
+def test_damaged_manifests_are_told_and_passed_over_before_an_attempt_is_made(config, capsys):
     assert with_function("fail", "c.yaml").wait(60) == 1
     run = config / "runs/one"
-    for step, manifest in ((5, json.dumps({**MANIFEST, "step": 5})), (10, text)):
+    for step in (5, 10):
         (run / f"checkpoints/step_{step:06d}").mkdir()
-        (run / f"checkpoints/step_{step:06d}/manifest.json").write_text(manifest)
+    older, newer = checkpoint(run, 5), checkpoint(run, 10)
+    for text in ("[]", "{", newer.read_text().replace('"step": 10', '"step": 14'), older.read_text()):
+        newer.write_text(text)
+        assert submit.main(["--resume", "runs/one", "--dry-run"]) == 0
+        error = capsys.readouterr().err
+        assert f"prl-submit: warning: checkpoint step_000010 is damaged and was passed over: {newer}: " in error
+        assert submit.main(["--resume", "runs/one", "--set", "run.steps=5"]) == 2
+        assert "the newest checkpoint is that of step 5" in capsys.readouterr().err
+    older.write_text("")
     assert submit.main(["--resume", "runs/one"]) == 2
     error = capsys.readouterr().err
-    assert words in error
-    assert f"remove the folder {run}/checkpoints/step_000010; the one before it is step 5" in error
+    assert "step_000005 is damaged" in error
+    assert "none of the run's checkpoints can be gone on from" in error
     (run / "attempt_001/submission.json").write_text("nonsense")
     assert submit.main(["--resume", "runs/one"]) == 2
     assert f"{run}/attempt_001/submission.json: no record of a submission" in capsys.readouterr().err
     assert not (run / "attempt_002").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("model.layers=3", "model.layers"),
+        ("model.tokenizer=bytes", "model.tokenizer"),
+        ("domains.0.weight=2", "domains"),
+        ("run.seed=4", "run.seed"),
+        ("run.name=other", "run.name"),
+        ("streams.backend=redis", "streams.backend"),
+    ],
+)
+def test_a_resume_refuses_to_change_what_has_no_effect_any_more(config, capsys, key, told):
+    assert with_function("fail", "c.yaml").wait(60) == 1
+    run = config / "runs/one"
+    (run / "checkpoints/step_000010").mkdir()
+    checkpoint(run, 10)
+    assert submit.main(["--resume", "runs/one", "--dry-run", "--set", "run.steps=30", "train.learning_rate=1e-5"]) == 0
+    assert submit.main(["--resume", "runs/one", "--dry-run", "--set", key]) == 2
+    assert f"--resume runs/one: {told} cannot be changed in a run that has begun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

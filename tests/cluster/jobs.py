@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 
-def tell(_folder):
+def tell(_folder, _attempt=1):
     import prl
     from prl.cluster.allocation import read_allocation
 
@@ -27,7 +27,7 @@ def tell(_folder):
     }
 
 
-def fail_on_task_1(_folder):
+def fail_on_task_1(_folder, _attempt=1):
     from prl.cluster.allocation import read_allocation
 
     if read_allocation().task == 1:
@@ -36,11 +36,11 @@ def fail_on_task_1(_folder):
     time.sleep(60)
 
 
-def fail(_folder):
+def fail(_folder, _attempt=1):
     raise ValueError("the cause of it all")
 
 
-def wait_for_term(folder):
+def wait_for_term(folder, _attempt=1):
     """Until SIGTERM, then leave a mark."""
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
@@ -50,7 +50,7 @@ def wait_for_term(folder):
         sys.exit(3)
 
 
-def ignore_term(folder):
+def ignore_term(folder, _attempt=1):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (Path(folder) / "started").touch()
     time.sleep(60)

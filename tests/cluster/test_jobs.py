@@ -45,7 +45,8 @@ def start(tmp_path, function, nodes=None, **cluster):
         cluster={"nodes": nodes, "time_min": 2, **cluster},
     )
     folder = RunFolder(config.run.folder)
-    with submission.undone_on_error(config, folder, resume=folder.path.exists()) as attempt:
+    attempt = submission.next_attempt(folder)
+    with submission.undone_on_error(config, folder, attempt, resume=attempt > 1):
         return submission.submit(config, make_split(config), folder, attempt, function, str(folder))
 
 
@@ -165,14 +166,14 @@ def test_a_submission_that_fails_leaves_no_folder_and_of_a_second_attempt_nothin
     for made_before in (False, True):
         if made_before:
             folder.path.mkdir()
-        with pytest.raises(ValueError, match="full"), submission.undone_on_error(config, folder, resume=False):
+        with pytest.raises(ValueError, match="full"), submission.undone_on_error(config, folder, 1, resume=False):
             raise ValueError("full")
         assert folder.path.exists() == made_before
         assert not made_before or not list(folder.path.iterdir())
     wait(start(tmp_path / "other", jobs.tell))
     run = RunFolder(tmp_path / "other/run")
     before = run.config.read_bytes()
-    with pytest.raises(ValueError, match="full"), submission.undone_on_error(config, run, resume=True):
+    with pytest.raises(ValueError, match="full"), submission.undone_on_error(config, run, 2, resume=True):
         raise ValueError("full" if run.config.read_bytes() != before and run.attempts() == [1, 2] else "nothing made")
     assert (run.attempts(), run.config.read_bytes(), run.latest.readlink()) == ([1], before, Path("attempt_001"))
 

@@ -62,6 +62,7 @@ def stub_model(folder: Path, config: dict) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").touch()
     (folder / "model.safetensors").write_bytes(b"")
     return folder
 

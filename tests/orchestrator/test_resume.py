@@ -12,6 +12,7 @@ from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
 from prl.orchestrator.options import RunOptions
 from prl.orchestrator.resume import ResumeError, dispatcher_settings, find_start
+from prl.runfolder.manifest import Manifest, part_of, write_manifest
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 from prl.streams.records import MicroBatch, StepFacts
@@ -48,7 +49,7 @@ class Attempt:
         self.run = RunFolder(tmp_path / "run")
         self.run.create()
         self.run.attempt(1).mkdir()
-        self.run.plan(1).write_text(json.dumps({"lineage": 0}))
+        self.run.plan(1).write_text(json.dumps({"lineage": 0, "forks": {}, "refused": []}))
         self.dispatcher = Dispatcher(dispatcher_settings(CONFIG))
         self.ledger = LedgerWriter(self.run.ledger(1))
         self.dispatcher.problems({"digits": 100}, {})
@@ -72,9 +73,17 @@ class Attempt:
         self.dispatcher.committed(Version(0, step))
 
     def checkpoint(self, step):
-        self.run.checkpoint(step).mkdir()
-        manifest = {"step": step, "lineage": 0, "forks": {}, "dispatcher": self.dispatcher.state(), "evaluations_reached": 1}
-        (self.run.checkpoint(step) / "manifest.json").write_text(json.dumps(manifest))
+        write_checkpoint(self.run, step, self.dispatcher.state())
+
+
+def write_checkpoint(run, step, state):
+    folder = run.checkpoint(step)
+    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer/__0_0.distcp").write_bytes(b"weights of %d" % step)
+    (folder / "trainer/.metadata").write_bytes(b"metadata")
+    parts = [part_of(folder, path) for path in sorted((folder / "trainer").iterdir())]
+    facts = {"step": step, "attempt": 1, "lineage": 0, "forks": {}, "streams": {}, "evaluations_reached": 1}
+    write_manifest(run, Manifest(**facts, dispatcher=state, parts=parts))
 
 
 def test_without_a_checkpoint_a_run_starts_afresh(tmp_path):
@@ -151,7 +160,7 @@ def test_the_lineage_rises_also_over_attempts_that_left_no_checkpoint(tmp_path):
     first.train(1, 0, 1)
     first.checkpoint(1)
     first.run.attempt(2).mkdir()
-    first.run.plan(2).write_text(json.dumps({"lineage": 1}))
+    first.run.plan(2).write_text(json.dumps({"lineage": 1, "forks": {}, "refused": []}))
     start = find_start(first.run, CONFIG)
     assert start.resume.lineage == 2
     assert start.forks == {1: 1, 2: 1}
@@ -183,8 +192,104 @@ def test_a_manifest_that_counts_on_rows_that_are_not_there_is_refused(tmp_path):
     first.lease(2)
     first.checkpoint(1)
     first.dispatcher.lease(0, 4, 0.0)  # told, and never written
-    first.run.checkpoint(2).mkdir()
-    manifest = {"step": 2, "lineage": 0, "forks": {}, "dispatcher": first.dispatcher.state(), "evaluations_reached": 0}
-    (first.run.checkpoint(2) / "manifest.json").write_text(json.dumps(manifest))
+    first.checkpoint(2)
     with pytest.raises(ResumeError, match=r"counts on 18 rows .* which has 6"):
+        find_start(first.run, CONFIG)
+
+
+def two_checkpoints(tmp_path):
+    first = Attempt(tmp_path)
+    first.lease(6)
+    first.train(1, 0, 1)
+    first.checkpoint(1)
+    first.train(2, 2, 3)
+    first.checkpoint(2)
+    return first
+
+
+def flip(path, position, bit=0):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_anywhere_in_a_checkpoint_leads_to_the_one_before_and_is_told(tmp_path, caplog):
+    first = two_checkpoints(tmp_path)
+    assert find_start(first.run, CONFIG).resume.step == 2
+    manifest = first.run.manifest(2)
+    for path in (manifest, *(manifest.parent / "trainer").iterdir()):
+        whole = path.read_bytes()
+        for position in range(0, len(whole), 7):
+            if chr(whole[position]).isspace():
+                continue
+            flip(path, position)
+            caplog.clear()
+            start = find_start(first.run, CONFIG)
+            assert start.resume.step == 1, (path, position)
+            assert [entry.file["step"] for entry in start.waiting] == [2]
+            (words,) = start.refused
+            assert words.startswith("checkpoint step_000002 is damaged and was passed over: ")
+            assert str(path) in words
+            assert words in caplog.text
+            path.write_bytes(whole)
+    (manifest.parent / "trainer/.metadata").unlink()
+    assert "No such file" in find_start(first.run, CONFIG).refused[0]
+
+
+@pytest.mark.parametrize("change", [{"next_group": 4096}, {"events": -5}, {"events": 0}])
+def test_a_manifest_with_another_value_is_refused(tmp_path, change):
+    first = two_checkpoints(tmp_path)
+    path = first.run.manifest(2)
+    content = json.loads(path.read_text())
+    content["dispatcher"] |= change
+    path.write_text(json.dumps(content))
+    assert "does not fit its own checksum" in find_start(first.run, CONFIG).refused[0]
+
+
+def test_without_a_whole_checkpoint_the_resume_fails_and_names_all(tmp_path):
+    first = two_checkpoints(tmp_path)
+    for step in (1, 2):
+        flip(first.run.checkpoint(step) / "trainer/__0_0.distcp", 0)
+    with pytest.raises(ResumeError, match=r"no checkpoint is whole.*step_000002 is damaged.*step_000001 is damaged"):
+        find_start(first.run, CONFIG)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"lineage": 1}', '{"lineage": [], "forks": {}, "refused": []}'])
+def test_a_damaged_plan_is_named(tmp_path, text):
+    first = two_checkpoints(tmp_path)
+    first.run.plan(1).write_text(text)
+    with pytest.raises(ResumeError, match=r"attempt_001/plan.json: is no plan of an attempt .*; restore it"):
+        find_start(first.run, CONFIG)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "3", '"x"', "{}", "[" * 100000])
+def test_a_manifest_of_another_kind_is_named(tmp_path, text):
+    first = two_checkpoints(tmp_path)
+    first.run.manifest(2).write_text(text)
+    assert f"{first.run.manifest(2)}: is no manifest of a checkpoint" in find_start(first.run, CONFIG).refused[0]
+
+
+def test_a_state_of_another_form_is_told(tmp_path):
+    first = two_checkpoints(tmp_path)
+    state = {key: value for key, value in first.dispatcher.state().items() if key != "groups"}
+    write_checkpoint(first.run, 3, state)
+    with pytest.raises(ResumeError, match=r"step_000003/manifest.json: its state and the ledger .* do not fit together"):
+        find_start(first.run, CONFIG)
+
+
+def test_a_damaged_step_file_blocks_a_resume_only_where_it_is_needed(tmp_path, caplog):
+    first = Attempt(tmp_path)
+    first.lease(6)
+    first.train(1, 0, 1)
+    first.checkpoint(1)
+    first.train(2, 2, 3)
+    step_file(first.run, 3, first.ids(4, 5), 3)
+    files = find_steps(first.run.steps)
+    flip(files[3].path, 100)
+    start = find_start(first.run, CONFIG)
+    assert [entry.file["step"] for entry in start.waiting] == [2]
+    assert "step 3 is made anew, since nothing was trained from its file, which is damaged" in caplog.text
+    assert sorted({event.rollout.group for event in start.reissued if event.kind == "issued_again"}) == [4, 5]
+    flip(files[2].path, 100)
+    with pytest.raises(ResumeError, match=r"step 2 was trained behind the checkpoint .* damaged: .*; restore it, or submit"):
         find_start(first.run, CONFIG)

@@ -20,6 +20,7 @@ from prl.orchestrator.resume import find_start
 from prl.preprocess.assemble import Moment, build_step
 from prl.preprocess.options import PreprocessOptions
 from prl.preprocess.steps import Arrival, StepMaker
+from prl.runfolder.manifest import Manifest, part_of, write_manifest
 from prl.runfolder.paths import RunFolder
 from prl.streams.files import next_sequence
 from prl.streams.folder import FolderAppender
@@ -64,7 +65,7 @@ class Attempt:
         self.number = max(run.attempts(), default=0) + 1
         start = find_start(run, config)
         run.attempt(self.number).mkdir()
-        run.plan(self.number).write_text(json.dumps({"lineage": start.resume.lineage, "forks": start.forks}))
+        run.plan(self.number).write_text(json.dumps({"lineage": start.resume.lineage, "forks": start.forks, "refused": []}))
         self._start, self._step, self._lineage = start, start.resume.step, start.resume.lineage
         self._dispatcher = start.dispatcher
         self._ledger = LedgerWriter(run.ledger(self.number))
@@ -170,18 +171,23 @@ class Attempt:
     def checkpoint(self) -> None:
         self._tick()
         folder = self.run.checkpoint(self._step)
-        folder.mkdir(exist_ok=True)
-        manifest = {
-            "step": self._step,
-            "lineage": self._lineage,
-            "forks": {str(lineage): step for lineage, step in self._start.forks.items()},
-            "dispatcher": self._dispatcher.state(),
-            "evaluations_reached": 0,
-        }
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "trainer").mkdir(parents=True, exist_ok=True)
+        (folder / "trainer/weights").write_text(f"version {self._step}")
+        state = self._dispatcher.state()
+        manifest = Manifest(
+            step=self._step,
+            attempt=self.number,
+            lineage=self._lineage,
+            forks=self._start.forks,
+            dispatcher=state,
+            streams={},
+            evaluations_reached=0,
+            parts=[part_of(folder, folder / "trainer/weights")],
+        )
+        write_manifest(self.run, manifest)
         self._tick()
         if self.config.streams.keep == "needed":
-            self._reclaimer.reclaim(self._step, manifest["dispatcher"])
+            self._reclaimer.reclaim(self._step, state)
             assert not self._reclaimer.failures
             self._tick()
 

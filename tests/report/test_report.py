@@ -214,8 +214,8 @@ def test_what_should_not_lie_there_is_told_or_left_out(tmp_path, capsys):
     assert "x.jsonl: is no regular file" in out
     assert "y.jsonl: is no regular file" in out
     run.exit(1).write_text("[]")
-    assert main([str(run.path)]) == 1
-    assert f"{run.exit(1)}: expected an object" in capsys.readouterr().err
+    assert main([str(run.path)]) == 0
+    assert f"{run.exit(1)}: is no object" in capsys.readouterr().out
 
 
 def test_a_reader_that_has_read_enough_and_an_output_without_the_characters(tmp_path):
@@ -241,3 +241,36 @@ def test_sparkline():
     assert sparkline([0, 0.5, 1]) == "▁▅█"
     assert len(sparkline(list(np.linspace(0, 1, 1000)))) == 60
     assert sparkline([1, 3, 5, 7], columns=2) == "▁█"
+
+
+def test_what_is_damaged_in_a_run_is_a_note(tmp_path, capsys):
+    run = new_run(tmp_path, attempts=2)
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+        write_step(writer, 1, time=T0)
+    path = run.metrics / "orchestrator-0.jsonl"
+    line = json.loads(path.read_text().splitlines()[0])
+    odd = [{**line, "step": 10**24}, {**line, "time": 1e300}, {**line, "values": {"a": 10**400}}, {**line, "attempt": None}]
+    with path.open("a") as file:
+        file.writelines(json.dumps(change) + "\n" for change in odd)
+        file.write(json.dumps(line).replace(str(line["time"]), "NaN") + "\n" + "[" * 100_000 + "\n")
+    run.exit(1).write_text('{"outcome": "failed", "cause": "it", "started": NaN, "ended": 1e400, "code": "x"}')
+    for damaged in ("[]", "{", "", "\0\1", "[" * 100_000):
+        run.exit(2).write_text(damaged)
+        run.plan(2).write_text(damaged)
+        assert main([str(run)]) == 0
+        said = capsys.readouterr()
+        assert said.err == ""
+        assert "demo: unknown" in said.out
+        assert f"{run.exit(1)}: started = nan is no time" in said.out
+        assert f"{run.exit(1)}: ended = inf is no time" in said.out
+        assert said.out.count(f"{path}: skipped a line that is no event") == 6
+        assert f"{run.exit(2)}: " in said.out
+        assert f"{run.plan(2)}: is no plan of an attempt" in said.out
+        assert main([str(run), "--json"]) == 0
+        capsys.readouterr()
+
+
+def test_checkpoints_that_were_passed_over_are_notes(tmp_path):
+    run = new_run(tmp_path)
+    run.plan(1).write_text(json.dumps({"lineage": 1, "forks": {}, "refused": ["checkpoint step_000010 is damaged"]}))
+    assert "attempt 1: checkpoint step_000010 is damaged" in render(summarize(read_run(run.path), now=T0))

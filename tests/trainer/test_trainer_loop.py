@@ -5,7 +5,7 @@ import asyncio
 import json
 import os
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from prl.control.server import ControlServer
 from prl.control.token import create_token
 from prl.flow.ids import RolloutId
 from prl.orchestrator.options import RunOptions
+from prl.runfolder.manifest import part_of
 from prl.runfolder.paths import RunFolder
 from prl.sampler.options import SampleOptions
 from prl.streams.steps import write_step
@@ -134,6 +135,9 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
 
     async def checkpoint(member, body):
         run.checkpoints.append(body["step"])
+        folder = run.folder.checkpoint(body["step"])
+        found = sorted(path for path in folder.rglob("*") if path.is_file())
+        assert sorted(body["parts"], key=lambda part: part["path"]) == [asdict(part_of(folder, path)) for path in found]
         return {}
 
     async def exported(member, body):
