@@ -35,6 +35,6 @@ class StreamsOptions:
     ] = 256
     keep: Annotated[
         Literal["needed", "all"],
-        "needed: rollout and step files that the last checkpoint but one makes superfluous are deleted; all: every file is kept, "
-        "for replay and for people to read",
+        "needed: rollout and step files that the last checkpoint but one makes superfluous are deleted; all: every file is "
+        "kept, for replay and for people to read",
     ] = "needed"
