@@ -77,15 +77,12 @@ def test_a_submission_that_is_killed_while_its_job_starts_leaves_nothing_running
 def test_a_task_that_starts_after_its_submission_was_killed_ends_at_once(tmp_path):
     """submitit lets SIGTERM pass by until the task has taken it over."""
     program = f"""
-import os
 import prl.orchestrator.agent as agent
+from prl.cluster.allocation import read_allocation
 from prl.runfolder.paths import RunFolder
 run = RunFolder({str(tmp_path)!r})
 run.attempt(1).mkdir()
-try:
-    agent.run_node(str(run), 1)
-except agent.RunFailed as error:
-    print(error)
+print(agent._lead(run, 1, read_allocation()).cause)
 """
     environment = {**os.environ, "PRL_SUBMITTER": "999999999", "PRL_RUN": str(tmp_path)}
     done = subprocess.run(
