@@ -256,17 +256,18 @@ def submit(
 def check_not_running(folder: RunFolder, *, host_is_gone: bool = False) -> None:
     """Raises ConfigError where the run's latest attempt still goes on, or nobody can tell: two attempts at once would spoil
     each other. `host_is_gone`: somebody says that a local run on another machine has ended."""
+    attempts = folder.attempts()
+    attempt = attempts[-1] if attempts else 0
+    record = folder.attempt(attempt) / "submission.json"
+    is_submitted = record.exists()
+    if attempts and not is_submitted:
+        _check_not_submitting(folder, attempt)
+    # Looked for after the record: whoever has written that has started the job before.
     first = first_processes(processes_of(folder))
     if first:
         pids = " ".join(str(process.pid) for process in first)
         raise ConfigError(f"{folder}: attempt {attempt_of(first[0])} still runs here; end it first: kill {pids}")
-    attempts = folder.attempts()
-    if not attempts:
-        return
-    attempt = attempts[-1]
-    record = folder.attempt(attempt) / "submission.json"
-    if not record.exists():
-        _check_not_submitting(folder, attempt)
+    if not is_submitted:
         return
     kind, job_id, host = _read_submission(record)
     if kind == "local":

@@ -346,6 +346,29 @@ def test_a_resume_refuses_to_change_what_has_no_effect_any_more(config, capsys, 
     assert f"--resume runs/one: {told} cannot be changed in a run that has begun" in capsys.readouterr().err
 
 
+def test_of_two_resumes_at_once_one_runs_and_the_other_is_told(config):
+    assert with_function("fail", "c.yaml").wait(60) == 1
+    run = config / "runs/one"
+    (run / "checkpoints/step_000010").mkdir()
+    checkpoint(run, 10)
+    both = [with_function("wait_for_term", "--resume", "runs/one") for _ in range(2)]
+    end = time.monotonic() + 60
+    while all(process.poll() is None for process in both):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    (loser,) = (process for process in both if process.poll() is not None)
+    (winner,) = (process for process in both if process is not loser)
+    words = loser.communicate(timeout=60)[0]
+    assert re.search(
+        "another prl-submit has just begun attempt 2|is being submitted by another|attempt 2 still runs here", words
+    )
+    wait_for(run / "started", winner)
+    winner.send_signal(signal.SIGINT)
+    assert winner.wait(60) == 130
+    assert (run / "ended in order").exists()
+    assert [path.name for path in sorted(run.glob("attempt_*"))] == ["attempt_001", "attempt_002"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_run_in_order(config, number):
     process = with_function("wait_for_term", "c.yaml", start_new_session=True)
