@@ -58,10 +58,7 @@ def part_of(folder: Path, path: Path) -> Part:
 
 def write_manifest(run: RunFolder, manifest: Manifest) -> None:
     """Make the checkpoint count; durable on return. Raises OSError."""
-    content = {
-        **asdict(manifest),
-        "forks": {str(lineage): step for lineage, step in manifest.forks.items()},
-    }
+    content = json.loads(json.dumps(asdict(manifest)))  # as it will be read: all keys are text
     publish_json(run.manifest(manifest.step), {**content, "checksum": _checksum(content)})
 
 

@@ -22,7 +22,7 @@ def read_plan(path: Path) -> PlanFacts:
     try:
         facts = json.loads(path.read_bytes())
         forks = {int(lineage): int(step) for lineage, step in facts["forks"].items()}
-        return PlanFacts(int(facts["lineage"]), forks, tuple(str(words) for words in facts["refused"]))
+        return PlanFacts(int(facts["lineage"]), forks, tuple(str(words) for words in facts.get("refused", ())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlanError(
             f"{path}: is no plan of an attempt ({type(error).__name__}: {error}); restore it as it was, or submit the run anew"

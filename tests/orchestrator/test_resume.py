@@ -12,7 +12,7 @@ from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
 from prl.orchestrator.options import RunOptions
 from prl.orchestrator.resume import ResumeError, dispatcher_settings, find_start
-from prl.runfolder.manifest import Manifest, part_of, write_manifest
+from prl.runfolder.manifest import Manifest, part_of, read_manifest, write_manifest
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 from prl.streams.records import MicroBatch, StepFacts
@@ -293,3 +293,14 @@ def test_a_damaged_step_file_blocks_a_resume_only_where_it_is_needed(tmp_path, c
     flip(files[2].path, 100)
     with pytest.raises(ResumeError, match=r"step 2 was trained behind the checkpoint .* damaged: .*; restore it, or submit"):
         find_start(first.run, CONFIG)
+
+
+def test_a_manifest_comes_back_as_it_was_whatever_its_keys_are(tmp_path):
+    run = RunFolder(tmp_path)
+    facts = {"step": 7, "attempt": 1, "lineage": 12, "streams": {}, "evaluations_reached": 0, "parts": ()}
+    written = Manifest(**facts, forks={9: 1, 10: 2, 12: 3}, dispatcher={"events": 3, "groups": {9: 1.5, 10: None}})
+    run.checkpoint(7).mkdir(parents=True)
+    write_manifest(run, written)
+    found = read_manifest(run.manifest(7))
+    assert (found.step, found.forks, found.events) == (7, written.forks, 3)
+    assert found.dispatcher["groups"] == {"9": 1.5, "10": None}
