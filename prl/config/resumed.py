@@ -6,16 +6,7 @@ from typing import Any
 
 from prl.config.schema import Config
 
-FIXED_KEYS = (
-    "model",
-    "domains",
-    "run.name",
-    "run.folder",
-    "run.seed",
-    "run.replay",
-    "run.replay_from",
-    "streams.backend",
-)
+FIXED_KEYS = ("model", "domains", "run.name", "run.folder", "run.seed", "run.replay", "run.replay_from", "streams.backend")
 
 
 def resume_changes(before: Config, now: Config) -> list[str]:
@@ -32,10 +23,6 @@ def _changed(before: Any, now: Any, name: str) -> Iterator[str]:
         return
     if dataclasses.is_dataclass(before):
         for field in dataclasses.fields(before):
-            yield from _changed(
-                getattr(before, field.name),
-                getattr(now, field.name),
-                f"{name}.{field.name}".lstrip("."),
-            )
+            yield from _changed(getattr(before, field.name), getattr(now, field.name), f"{name}.{field.name}".lstrip("."))
     else:
         yield name

@@ -81,14 +81,7 @@ def read_manifest(path: Path) -> Manifest:
         if manifest.events < 0:
             raise ManifestError(f"{path}: counts on {manifest.events} rows of the ledger")
         return manifest
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(f"{path}: is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
 
 
