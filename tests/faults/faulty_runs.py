@@ -41,7 +41,7 @@ class FaultyRun:
 
     def start(self, *rules: dict, settings: Sequence[str] = (), steps: int = STEPS) -> None:
         """The run's first attempt, to its end."""
-        self._submit(["configs/quickstart.yaml", "--set", *SETTINGS, *settings], steps, rules)
+        self._submit(["configs/quickstart.yaml", "--set", f"run.folder={self.folder}", *SETTINGS, *settings], steps, rules)
 
     def resume(self, *rules: dict, more: int = STEPS) -> None:
         """Another attempt, for so many steps more than its checkpoint has."""
@@ -89,7 +89,7 @@ class FaultyRun:
         path = os.pathsep.join([str(INJECT), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         asked = {"run": str(self.folder), "log": str(log), "rules": rules}
         done = subprocess.run(
-            [SUBMIT, *arguments, f"run.folder={self.folder}", f"run.steps={steps}"],
+            [SUBMIT, *arguments, f"run.steps={steps}"],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path, "PRL_FAULTS": json.dumps(asked), "PRL_FAULTS_SAMPLER": "replay"},
             capture_output=True,
