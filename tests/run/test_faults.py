@@ -21,14 +21,25 @@ def children_of(pid: int, folder: RunFolder) -> dict[str, psutil.Process]:
     for process in psutil.Process(pid).children(recursive=True):
         environment = process.environ()
         line = process.cmdline()
-        if environment.get("PRL_RUN") == str(folder) and line[1:2] == ["-m"] and line[2].startswith("prl."):
+        if environment.get("PRL_RUN") == str(folder) and "PRL_ROLE" in environment and line[1:2] == ["-m"]:
             found.setdefault(f"{environment['PRL_ROLE']} {environment['PRL_INDEX']}", process)
     return found
 
 
-def start(folder: RunFolder, *overrides: str) -> subprocess.Popen:
-    arguments = command(*SHORT, *overrides, folder=folder.path)
-    return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def start():
+    """Starts runs, which end with the test at the latest."""
+    started = []
+
+    def start(folder: RunFolder, *overrides: str) -> subprocess.Popen:
+        arguments = command(*SHORT, *overrides, folder=folder.path)
+        started.append(subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()  # nothing happens where it has ended; the run ends with it
+        process.communicate(timeout=30)
 
 
 def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> None:
@@ -47,7 +58,7 @@ def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> 
     ],
 )
 @pytest.mark.deadline(360)
-def test_a_killed_child_ends_the_run_with_its_name(tmp_path, victim):
+def test_a_killed_child_ends_the_run_with_its_name(tmp_path, start, victim):
     folder = RunFolder(tmp_path / "run")
     process = start(folder)
     wait_for_steps(process, folder, 2)
@@ -69,7 +80,7 @@ def test_a_killed_child_ends_the_run_with_its_name(tmp_path, victim):
 
 @pytest.mark.slow
 @pytest.mark.deadline(360)
-def test_a_killed_orchestrator_leaves_nothing_behind(tmp_path):
+def test_a_killed_orchestrator_leaves_nothing_behind(tmp_path, start):
     folder = RunFolder(tmp_path / "run")
     process = start(folder)
     wait_for_steps(process, folder, 2)
@@ -87,7 +98,7 @@ def test_a_killed_orchestrator_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.deadline(360)
-def test_ctrl_c_ends_the_run_in_order(tmp_path):
+def test_ctrl_c_ends_the_run_in_order(tmp_path, start):
     folder = RunFolder(tmp_path / "run")
     process = start(folder)
     wait_for_steps(process, folder, 2)
@@ -102,7 +113,7 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.deadline(600)
-def test_a_crash_behind_a_checkpoint_is_resumed_with_every_rollout_accounted_for(tmp_path):
+def test_a_crash_behind_a_checkpoint_is_resumed_with_every_rollout_accounted_for(tmp_path, start):
     """A trainer dies some steps after a checkpoint: the durable step files are trained again as they are, in a new lineage."""
     folder = RunFolder(tmp_path / "run")
     process = start(folder, "train.checkpoint_every_steps=5")
