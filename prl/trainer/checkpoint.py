@@ -4,16 +4,20 @@ is one, for any tensor parallelism.
 A checkpoint folder, step_000100, holds them in `trainer/`; the orchestrator's manifest beside it makes it count.
 """
 
+import multiprocessing
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
+from prl.control.parent import end_with_parent
 from prl.runfolder.manifest import Part, part_of
 from prl.trainer.engine import Engine
 from prl.trainer.hf_folder import replace_folder, sync
@@ -25,6 +29,7 @@ def save_checkpoint(engine: Engine, folder: Path, step: int) -> list[Part]:
     """Write `folder`/trainer, durable when this returns; gives the files that this rank wrote, with their checksums, which are
     taken while the filesystem writes back. A collective of all ranks; an older one of the name is replaced (it belongs to a
     lineage that was left). Raises OSError."""
+    _start_writers_queue()
     temporary = folder / f".tmp-{_PART}"
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -51,6 +56,14 @@ def save_checkpoint(engine: Engine, folder: Path, step: int) -> list[Part]:
         replace_folder(temporary, folder / _PART)
     dist.barrier()
     return parts
+
+
+def _start_writers_queue() -> None:
+    """Megatron's writers answer through a process, which as Megatron starts it would outlive a killed trainer."""
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager.start(end_with_parent)
+        filesystem_async._results_queue = manager.Queue()
 
 
 def load_checkpoint(engine: Engine, folder: Path) -> int:

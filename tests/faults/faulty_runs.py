@@ -1,5 +1,6 @@
 """Runs with faults in them: everything is real but the samplers, which are played from a tape."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import accounts
+import psutil
 
 from prl.runfolder.paths import RunFolder
 
@@ -29,6 +31,7 @@ SETTINGS = (
 )
 STEPS = 6  # of an attempt that meets no fault
 DEADLINE_S = 240
+LEFT_S = 15  # for what a death leaves behind to end
 
 
 @dataclass
@@ -72,8 +75,19 @@ class FaultyRun:
         return json.loads(path.read_text())
 
     def check(self, *, ended: bool = False) -> None:
-        """Nothing is lost and nothing doubled."""
+        """Nothing is lost, nothing doubled, and no process left."""
+        psutil.wait_procs(left := self.processes(), timeout=LEFT_S)
+        assert not [process for process in left if process.is_running()]
         assert accounts.problems(self.folder, ended=ended) == []
+
+    def processes(self) -> list[psutil.Process]:
+        """What the run has started and what runs still."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it has ended, or it is somebody else's
+                if process.environ().get("PRL_RUN") == str(self.folder):
+                    found.append(process)
+        return found
 
     def check_ended(self) -> None:
         assert self.code == 0, self.words()
