@@ -93,7 +93,8 @@ def test_every_issued_rollout_has_one_end(quickstart):
 def test_the_manifest_and_the_metrics_are_there(quickstart):
     folder = quickstart.folder
     manifest = json.loads(folder.manifests()[-1][1].read_text())
-    assert manifest["step"] == manifest["streams"]["steps"] == quickstart.exit["steps"]
+    assert manifest["step"] == quickstart.exit["steps"]
+    assert manifest["step"] <= manifest["streams"]["steps"] <= manifest["step"] + 2  # step files that nobody needed any more
     files = [file.sequence for _, file in list_published(folder.rollouts / "actor-000")]
     assert list(manifest["streams"]["rollouts"]) == ["actor-000"]
     assert manifest["step"] // 2 < manifest["streams"]["rollouts"]["actor-000"] <= max(files)
