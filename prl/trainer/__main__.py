@@ -1,6 +1,6 @@
 """`python -m prl.trainer`: one trainer rank, started by the node agent.
 
-Saving a checkpoint starts processes that import this module again: what is heavy is imported inside `main`.
+Megatron is imported inside `main`: `device.install` has to come before.
 """
 
 import logging
