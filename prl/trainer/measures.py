@@ -7,7 +7,7 @@ from torch import Tensor
 from prl.metrics import names
 from prl.trainer import device, losses
 from prl.trainer.batch import Batch
-from prl.trainer.options import TrainOptions
+from prl.trainer.objective import Objective
 
 _SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "clipped", "difference", "k3", "lag", "kl", "compared")
 _MAXIMA = ("ratio", "difference", "lag")
@@ -22,18 +22,13 @@ class Measures:
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device.device())
         self._lags = torch.zeros(_LAGS, dtype=torch.float64, device=device.device())
 
-    def add(self, batch: Batch, loss: Tensor, logprobs: Tensor, entropies: Tensor, options: TrainOptions) -> None:
+    def add(self, batch: Batch, found: Objective, logprobs: Tensor, entropies: Tensor) -> None:
         """All per-token tensors are [T] of one micro-batch; tokens without weight do not count."""
         trained = batch.weights > 0
-        pi, mu, advantages, lags = (x[trained] for x in (logprobs, batch.old_logprobs, batch.advantages, batch.lags))
+        pi, mu, lags = (x[trained] for x in (logprobs, batch.old_logprobs, batch.lags))
         difference = pi - mu
         ratios = difference.exp()
-        if options.loss == "ppo":
-            clipped = ((advantages > 0) & (ratios > 1 + options.clip_high)) | (
-                (advantages < 0) & (ratios < 1 - options.clip_low)
-            )
-        else:
-            clipped = ratios > options.truncate
+        loss = found.loss.detach()
         kl, compared = torch.zeros_like(loss), torch.zeros_like(loss)
         if batch.reference_logprobs is not None:
             kl, compared = losses.k3_divergence(pi, batch.reference_logprobs[trained]).sum(), trained.sum()
@@ -43,7 +38,7 @@ class Measures:
             entropies[trained].sum(),
             ratios.sum(),
             ratios.square().sum(),
-            clipped.sum(),
+            found.clipped[trained].sum(),
             difference.abs().sum(),
             losses.k3_divergence(mu, pi).sum(),
             lags.sum(),

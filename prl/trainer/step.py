@@ -9,11 +9,10 @@ from torch import Tensor
 
 from prl.metrics import names
 from prl.streams.records import MicroBatch, StepFacts
-from prl.trainer import losses
 from prl.trainer.batch import Batch, idle_microbatch, to_device
 from prl.trainer.engine import Engine, set_schedule
 from prl.trainer.measures import Measures
-from prl.trainer.options import TrainOptions
+from prl.trainer.objective import objective
 from prl.trainer.vocab_parallel import logprobs_and_entropies
 
 
@@ -46,29 +45,6 @@ def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFa
     return metrics | {"train/reference_s": reference.spent_s - spent_s} if reference else metrics
 
 
-def batch_loss(batch: Batch, logprobs: Tensor, entropies: Tensor, denominator: float, options: TrainOptions) -> Tensor:
-    """This micro-batch's share of the step's loss, from log-probabilities and entropies [T]."""
-    ratios = losses.importance_ratios(logprobs, batch.old_logprobs, batch.weights)
-    if options.loss == "ppo":
-        loss = losses.ppo_loss(
-            ratios, batch.advantages, batch.weights, denominator, clip_low=options.clip_low, clip_high=options.clip_high
-        )
-    else:
-        loss = losses.reinforce_loss(logprobs, ratios, batch.advantages, batch.weights, denominator, truncate=options.truncate)
-    if options.entropy_coefficient:
-        loss = loss + losses.entropy_loss(entropies, batch.weights, denominator, coefficient=options.entropy_coefficient)
-    if options.kl_coefficient:
-        if batch.reference_logprobs is None:
-            raise ValueError(
-                f"train.kl_coefficient = {options.kl_coefficient}: the step file carries no log-probs of a reference, and "
-                f"there is none to compute them; set train.reference: initial"
-            )
-        loss = loss + losses.kl_loss(
-            logprobs, batch.reference_logprobs, batch.weights, denominator, coefficient=options.kl_coefficient
-        )
-    return loss
-
-
 def _on_device(engine: Engine, batches: Sequence[MicroBatch]) -> Iterator[Batch]:
     """The micro-batches as they are asked for: what the reference makes of one is computed before the model's own logits take
     up memory."""
@@ -92,9 +68,9 @@ def _forward_step(
 
         def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs, entropies = logprobs_and_entropies(output[0], batch.targets, engine.config.vocabulary, group)
-            loss = batch_loss(batch, logprobs, entropies, facts.denominator, engine.options)
-            measures.add(batch, loss.detach(), logprobs.detach(), entropies.detach(), engine.options)
-            return loss * scale, {}
+            found = objective(batch, logprobs, entropies, facts, engine.options)
+            measures.add(batch, found, logprobs.detach(), entropies.detach())
+            return found.loss * scale, {}
 
         return logits, loss_of
 
