@@ -36,6 +36,7 @@ class Progress:
     """The latest figures of an attempt."""
 
     steps: int
+    may_end_early: bool = False  # by the reward reached, or as the problems are used up
     phase: str = "starting"
     step: int = 0
     reward: float | None = None
@@ -70,7 +71,7 @@ class Progress:
         if seconds:
             each = seconds / len(self.recent)
             line += f"  {tokens / seconds:,.0f} tokens/s  {each:.2f} s/step"
-            line += f"  {_minutes(each * (self.steps - self.step))} left"
+            line += f"  {'at most ' if self.may_end_early else ''}{_minutes(each * (self.steps - self.step))} left"
         return line
 
     @staticmethod
@@ -89,7 +90,7 @@ def follow(
     """Print the attempt's progress until its job has ended: one line that is written over on a terminal, else a line every
     few seconds. `ended(s)` waits up to s seconds for the job's end and says whether it came. Gives what exit.json says,
     None where the job ended without one."""
-    follower, progress = EventFollower(run.metrics), Progress(config.run.steps)
+    follower, progress = EventFollower(run.metrics), Progress(config.run.steps, may_end_early(config))
     overwrite, last, last_at = stream.isatty(), "", float("-inf")
     heard: float | None = None  # of rank 0, on the clock
     planned = False
@@ -118,6 +119,11 @@ def follow(
             if overwrite:
                 stream.write("\n")
             return read_outcome(run, attempt)
+
+
+def may_end_early(config: Config) -> bool:
+    """Whether something else than the number of steps may end the run."""
+    return config.run.stop_at_reward is not None or config.run.epochs is not None
 
 
 def _refused(run: RunFolder, attempt: int) -> Sequence[str]:

@@ -16,6 +16,24 @@ from prl.config.schema import Config
 NAME_CHARACTERS = 100
 STEP_ROLLOUTS = 10**7
 ENGINE_ARGS = Path(__file__).with_name("engine_args.txt")  # written by tools/engine_args.py
+_NAMED_ENGINE_ARGS = {
+    "dtype": "sample.dtype",
+    "enforce-eager": "sample.enforce_eager",
+    "gpu-memory-utilization": "sample.gpu_memory_utilization",
+    "kv-cache-memory-bytes": "sample.kv_cache_mib",
+    "max-model-len": "sample.max_model_len",
+    "max-num-seqs": "sample.max_num_seqs",
+    "model": "model.path",
+    "tensor-parallel-size": "sample.tensor_parallel",
+}
+# With other values the weights would not arrive, log-probs would not be the policy's, or requests would not reach the server.
+_OWN_ENGINE_ARGS = (
+    *("host", "port", "uds", "root-path", "api-key", "middleware", "grpc", "grpc-port", "served-model-name", "headless"),
+    *("load-format", "generation-config", "override-generation-config", "logprobs-mode", "enable-scale-out", "config"),
+    *("worker-cls", "worker-extension-cls", "weight-transfer-config", "pipeline-parallel-size", "api-server-count"),
+    *("nnodes", "node-rank", "master-addr", "master-port", "quantization", "quantization-config"),
+)
+_OWN_ENGINE_PREFIXES = ("data-parallel-", "ssl-")
 LIMITS = {  # of every whole number: far above what any run needs, and below what breaks something
     2**63: "run.seed",
     10**9: "run.steps run.max_lag run.evaluate_every_steps run.evaluate_problems run.epochs train.warmup_steps "
@@ -256,11 +274,16 @@ def _parts(config: Config) -> Iterator[str]:
 
 
 def _engine_args(config: Config) -> Iterator[str]:
-    """vLLM itself says only in the job, after a long start, that it has no such argument."""
+    """What prl sets itself, and names of which vLLM would say only in the job, after a long start, that it has none."""
     known = ENGINE_ARGS.read_text().split()
     for key in config.sample.engine_args:
         name = key.partition(".")[0].replace("_", "-")
-        if name not in known:
+        plain = name.removeprefix("no-")
+        if plain in _NAMED_ENGINE_ARGS:
+            yield f"sample.engine_args.{key}: has a key of its own, {_NAMED_ENGINE_ARGS[plain]}"
+        elif plain in _OWN_ENGINE_ARGS or plain.startswith(_OWN_ENGINE_PREFIXES):
+            yield f"sample.engine_args.{key}: is set by prl and cannot be changed"
+        elif name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "its arguments are those of `vllm serve --help`"
             yield f"sample.engine_args.{key}: vLLM's server has no such argument; {hint}"

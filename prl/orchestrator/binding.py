@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prl.cluster.allocation import Allocation
-from prl.cluster.split import Split
+from prl.cluster.split import NodeShare, Split
 from prl.config.schema import Config
 from prl.orchestrator.children import ChildPlan
 
@@ -56,6 +56,7 @@ def bind(config: Config, split: Split, allocation: Allocation, attempt: int, mas
                     "MASTER_PORT": str(master_port),
                     "PRL_LINEAGE": str(resume.lineage),
                     **({"PRL_RESUME": resume.checkpoint} if resume.checkpoint else {}),
+                    **({"PRL_YIELDS_CPU": "1"} if _yields_cpu(config, part.node) else {}),
                     **interface,
                     **_devices(part.node.trainer_devices, config.train.threads),
                 }
@@ -83,6 +84,11 @@ def _around_samplers(config: Config, sampling: Sequence[int]) -> list[ChildPlan]
     if config.verifier.processes:
         children.append(ChildPlan("verifier", 0, sampling[0], (), one_thread, serves=True))
     return children
+
+
+def _yields_cpu(config: Config, node: NodeShare) -> bool:
+    """Whether trainer ranks share a node's cores with samplers and leave them to these."""
+    return config.train.yields_cpu and not node.trainer_devices and bool(node.replica_devices)
 
 
 def _devices(devices: tuple[int, ...], threads: int) -> dict[str, str]:

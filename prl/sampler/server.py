@@ -63,7 +63,8 @@ def private_sockets() -> Iterator[None]:
 
 
 def server_arguments(model: str, host: str, port: int, options: SampleOptions, gpu: bool) -> list[str]:
-    """The command line of vLLM's server; `engine_args` of the options come last and win."""
+    """The command line of vLLM's server. `engine_args` of the options come last and win: before the start it was checked that
+    they touch nothing which prl relies on."""
     arguments: dict[str, str | int | float | bool] = {
         "model": model,
         "served-model-name": "policy",

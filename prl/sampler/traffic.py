@@ -5,7 +5,7 @@ import asyncio
 import time
 from typing import Any
 
-_FIRST_TOKEN_S = 0.25  # longest wait for the first token after an update; where it lasts longer, the gap is told as so far
+_FIRST_TOKEN_S = 5.0  # longest wait for the first token after an update; where it lasts longer, the gap is told as so far
 
 
 class Traffic:
@@ -19,7 +19,8 @@ class Traffic:
         self._outputs = engine.output_processor
         self._last_s: float | None = None  # time of the last output behind which requests were still waiting for more
         self._since_s = self._paused_s = 0.0
-        self._first: asyncio.Future[float] | None = None  # time of the first output after a pause
+        # Time of the first output after a pause; None where all that could give one was aborted.
+        self._first: asyncio.Future[float | None] | None = None
         self._add, engine.engine_core.add_request_async = engine.engine_core.add_request_async, self._salted
         self._process, self._outputs.process_outputs = self._outputs.process_outputs, self._timed
         self._abort, self._outputs.abort_requests = self._outputs.abort_requests, self._aborted
@@ -33,12 +34,13 @@ class Traffic:
 
     async def gap_s(self) -> float | None:
         """Time between the last output before the pause and the first one after it, in seconds; None where nothing was in
-        flight. Waits for that output a moment; where it does not come, the time so far."""
+        flight, or all of it was aborted. Waits for that output; where it does not come in good time, the time so far."""
         if self._first is None:
             return None
         try:
             async with asyncio.timeout(_FIRST_TOKEN_S):
-                return await self._first - self._since_s
+                first_s = await self._first
+            return None if first_s is None else first_s - self._since_s
         except TimeoutError:
             return time.monotonic() - self._since_s
 
@@ -59,4 +61,6 @@ class Traffic:
         result = self._abort(*arguments, **named)
         if not self._outputs.get_num_unfinished_requests():
             self._last_s = None
+            if self._first is not None and not self._first.done():
+                self._first.set_result(None)
         return result

@@ -4,6 +4,7 @@ Megatron is imported inside `main`: `device.install` has to come before.
 """
 
 import logging
+import os
 import warnings
 
 from prl.control.child import Child, run_threaded_child
@@ -15,7 +16,7 @@ def main(child: Child, client: ThreadedClient) -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     from prl.trainer import device
 
-    device.install(child.config.train.threads)
+    device.install(child.config.train.threads, yields_cpu="PRL_YIELDS_CPU" in os.environ)
     from prl.trainer.loop import run
 
     run(child, client)

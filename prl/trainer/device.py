@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -36,10 +37,28 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def install(threads: int) -> None:
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b of two matrices, in `dtype`: theirs, or float32 from half precision, not rounded in between."""
+    if a.dtype == dtype:
+        return a @ b
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b in `total`'s dtype: that of a and b, or float32 where they are in half precision."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def install(threads: int, *, yields_cpu: bool = False) -> None:
     """Prepare this process (for good) and thread. Call before the first import of megatron; a second call does nothing.
 
-    `threads` is the number of CPU threads that torch may use where there is no GPU.
+    Where there is no GPU, `threads` is the number of CPU threads that torch may use, and `yields_cpu` has this thread and those
+    it starts run only where nobody else wants the core.
     """
     global _installed
     if _installed:
@@ -49,9 +68,10 @@ def install(threads: int) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return
     torch.set_num_threads(threads)
-    # Without GPUs trainers share cores with samplers, which should not wait for a core when an update pauses them; the limit
-    # of the lag gives the trainers theirs. Threads that this process has already, as the heartbeat's, stay as they are.
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if yields_cpu:
+        # Samplers on the same cores should not wait for one when an update pauses them; the limit of the lag gives the trainers
+        # theirs. Threads that this process has already, as the heartbeat's, stay as they are.
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     _replace_cuda_functions()
     _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
 

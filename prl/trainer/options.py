@@ -35,6 +35,11 @@ class TrainOptions:
         "float32"
     )
     threads: Annotated[int, "CPU threads of a trainer rank", AtLeast(1)] = 1
+    yields_cpu: Annotated[
+        bool,
+        "without accelerators, on a node with samplers: trainer ranks run only where a core would be idle (SCHED_IDLE), which "
+        "keeps the samplers' pause at an update short",
+    ] = True
     learning_rate: Annotated[float, "AdamW's learning rate after the warm-up", AtLeast(0)] = 1e-6
     warmup_steps: Annotated[int, "steps over which the learning rate rises linearly", AtLeast(0)] = 0
     beta1: Annotated[float, "AdamW's first decay", AtLeast(0), Below(1)] = 0.9

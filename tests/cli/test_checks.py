@@ -119,6 +119,16 @@ def test_a_good_configuration_has_neither_problems_nor_warnings(good):
             "sample.engine_args.blok-size: vLLM's server has no such argument; did you mean block-size?",
         ),
         ("sample", {"engine_args": {"foo": 1}}, "sample.engine_args.foo: vLLM's server has no such argument; "),
+        (
+            "sample",
+            {"engine_args": {"max_num_seqs": 7}},
+            "sample.engine_args.max_num_seqs: has a key of its own, sample",
+        ),
+        ("sample", {"engine_args": {"no-enforce-eager": True}}, "sample.engine_args.no-enforce-eager: has a key of its own, "),
+        *(
+            ("sample", {"engine_args": {name: 2}}, f"sample.engine_args.{name}: is set by prl and cannot be changed")
+            for name in ("logprobs-mode", "data_parallel_size", "weight-transfer-config.backend", "load-format", "no-headless")
+        ),
         ("actor", {"max_tokens": 64}, "actor.max_tokens = 64: leaves no room for a prompt in sample.max_model_len = 64"),
         ("actor", {"processes": 0}, "actor.processes = 0: must be at least 1"),
         ("actor", {"temperature": 0.0}, "actor.temperature = 0.0: must be above 0"),
@@ -169,7 +179,7 @@ def test_an_incomplete_model_folder(good, tmp_path, missing, words):
 
 def test_a_model_that_prl_does_not_know(good, tmp_path):
     (line,) = problems(replace(good, model=model_folder(tmp_path / "model", model_type="mamba"), train={"tensor_parallel": 1}))
-    assert "model_type 'mamba' is not one of qwen2, qwen3, llama" in line
+    assert "model_type 'mamba' is not one of qwen2, qwen3, qwen3_moe, llama, mistral" in line
 
 
 @pytest.mark.parametrize(
@@ -177,8 +187,17 @@ def test_a_model_that_prl_does_not_know(good, tmp_path):
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported"),
-        ({"attention_bias": True}, "attention_bias = true is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported, only default and llama3"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = {'quant_method': 'fp8'} is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic' is not supported, only default, linear, "),
+        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 2000}, "use_sliding_window = true with sliding"),
+        ({"model_type": "qwen3_moe"}, "the key 'num_local_experts' is missing"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers = [0] is not supported"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported, only 1"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok = 5: there are 4 experts",
+        ),
         ({"rope_parameters": {"rope_type": "llama3"}}, "the key 'factor' is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"vocab_size": "many"}, "vocab_size = 'many': expected a whole number of at least 1"),

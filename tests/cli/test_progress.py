@@ -24,7 +24,7 @@ def run(tmp_path):
     return folder
 
 
-def played(run, stream, *looks, attempt=1):
+def played(run, stream, *looks, attempt=1, **options):
     """Follow a run of 100 steps whose files change at each look; the job has ended at the last one."""
     rest = list(looks)
 
@@ -33,7 +33,7 @@ def played(run, stream, *looks, attempt=1):
         return not rest
 
     ticks = iter(range(0, 1000, 10))
-    return follow(run, attempt, replace(Config(), run={"steps": 100}), ended, stream, clock=lambda: next(ticks))
+    return follow(run, attempt, replace(Config(), run={"steps": 100, **options}), ended, stream, clock=lambda: next(ticks))
 
 
 def write_step(writer, step, time):
@@ -93,3 +93,11 @@ def test_checkpoints_that_were_passed_over_are_told_and_the_first_request_is_no_
 
         played(run, out, begin, lambda: None)
     assert out.getvalue() == "warning: checkpoint step_000010 is damaged\nstep 0/100  seeding\n"
+
+
+@pytest.mark.parametrize("options", [{"stop_at_reward": 0.9}, {"epochs": 2}])
+def test_time_left_is_a_bound_where_a_run_may_end_before_its_last_step(run, options):
+    out = io.StringIO()
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+        played(run, out, lambda: write_step(writer, 1, 100.0), **options)
+    assert out.getvalue().endswith("2.00 s/step  at most 3:18 left\n")

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import aiohttp
 import psutil
 import pytest
 
+from prl.control import ports
 from prl.control.client import ControlClient, ControlError
 from prl.control.options import ControlOptions
 from prl.control.ports import free_port
@@ -374,6 +376,14 @@ def test_the_bell_wakes_every_waiter_and_keeps_deadlines():
 def test_a_port_on_an_address_that_is_not_ours_says_so():
     with pytest.raises(OSError, match=r"no free port on 192\.0\.2\.1"):
         free_port("192.0.2.1")
+
+
+def test_a_range_of_ports_in_use_says_so(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(ports, "PORTS", range(port, port + 1))
+        with pytest.raises(OSError, match=rf"no free port on 127\.0\.0\.1: 1 tried from {port} to {port} .* in use"):
+            free_port("127.0.0.1")
 
 
 async def until(condition, timeout_s=5):

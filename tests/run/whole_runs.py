@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from prl.config.load import load
+from prl.config.schema import Config
 from prl.metrics.events import Event, EventFollower
 from prl.runfolder.paths import RunFolder
 from prl.streams.files import list_published
@@ -29,6 +31,10 @@ class Ended:
     @property
     def exit(self) -> dict:
         return json.loads(self.folder.exit(self.folder.attempts()[-1]).read_text())
+
+    @property
+    def config(self) -> Config:
+        return load(self.folder.config)
 
     def events(self, kind: str, attempt: int | None = None) -> list[Event]:
         found = EventFollower(self.folder.metrics).read()
