@@ -2,6 +2,7 @@
 weights. No transformers import: it costs seconds."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,16 @@ from typing import Any
 
 from prl.trainer.options import ModelOptions
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
 VOCABULARIES = {"digits": 16, "bytes": 260}  # tokens of the tokenizers that prl.runfolder.model writes
 _ROPE_THETA = 10000.0
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class UnsupportedModelError(Exception):
@@ -19,13 +27,33 @@ class UnsupportedModelError(Exception):
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class LinearScaling:
+    """All rotary frequencies divided by a factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
     """Llama 3's stretching of the rotary frequencies."""
 
     factor: float
     low_frequency_factor: float
     high_frequency_factor: float
     original_positions: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's: dimensions that turn more than `fast_turns` times within the original context keep their frequency, those that
+    turn less than `slow_turns` times have it divided by `factor`, with a linear passage between."""
+
+    factor: float
+    attention_factor: float  # queries and keys are each multiplied by it as they are turned
+    fast_turns: float
+    slow_turns: float
+    original_positions: int
+    whole_dimensions: bool  # the passage's ends are rounded outwards to whole dimensions
 
 
 @dataclass(frozen=True)
@@ -42,7 +70,12 @@ class ModelConfig:
     tied: bool  # the output layer is the embedding
     max_positions: int
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: LinearScaling | Llama3Scaling | YarnScaling | None
+    window: int | None  # how many tokens a token attends to, itself and those before it; None: all
+    experts: int  # 0: dense; else all layers have experts in the place of the feed-forward layer
+    experts_per_token: int
+    expert_ffn_size: int
+    experts_weights_sum_to_one: bool  # else a token's weights of its experts are their shares among all experts
 
     @property
     def qkv_bias(self) -> bool:
@@ -50,7 +83,7 @@ class ModelConfig:
 
     @property
     def qk_norm(self) -> bool:
-        return self.architecture == "qwen3"
+        return self.architecture in ("qwen3", "qwen3_moe")
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
         """Rows of the embedding so that every tensor-parallel rank has equally many."""
@@ -77,11 +110,12 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     architecture = raw["model_type"]
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(f"model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
-    for key, wanted in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False)):
+    for key, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("decoder_sparse_step", 1)):
         if raw.get(key, wanted) != wanted:
             raise UnsupportedModelError(f"{key} = {raw[key]!r} is not supported, only {wanted!r}")
-    if architecture != "qwen2" and raw.get("attention_bias", False):
-        raise UnsupportedModelError("attention_bias = true is not supported")
+    for key in ("attention_bias", "mlp_only_layers", "quantization_config"):
+        if raw.get(key) and (key, architecture) != ("attention_bias", "qwen2"):  # Qwen2 always has biases, whatever is said
+            raise UnsupportedModelError(f"{key} = {raw[key]!r} is not supported")
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     turned = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0
     if turned != 1.0:
@@ -100,7 +134,9 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
         tied=raw.get("tie_word_embeddings", False),
         max_positions=_size(raw, "max_position_embeddings"),
         rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", _ROPE_THETA))),
-        rope_scaling=_rope_scaling(rope),
+        rope_scaling=_rope_scaling(raw, rope),
+        window=_window(raw),
+        **_experts(raw),
     )
 
 
@@ -131,10 +167,21 @@ def new_model_config(options: ModelOptions, end: int, pad: int) -> dict[str, Any
         "eos_token_id": end,
         "pad_token_id": pad,
     }
-    if options.architecture != "qwen2":  # Qwen2 always has biases on queries, keys and values
+    if options.architecture not in ("qwen2", "mistral"):  # Qwen2 always has biases on queries, keys and values, Mistral never
         config["attention_bias"] = False
     if options.architecture == "llama":
         config["mlp_bias"] = False
+    if options.architecture == "mistral":
+        config["sliding_window"] = None
+    if options.architecture == "qwen3_moe":
+        config |= {
+            "num_experts": options.experts,
+            "num_experts_per_tok": options.experts_per_token,
+            "moe_intermediate_size": options.expert_ffn_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     return config
 
 
@@ -145,15 +192,70 @@ def _size(raw: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+def _rope_scaling(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> LinearScaling | Llama3Scaling | YarnScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    if kind not in _ROPE_TYPES:
+        raise UnsupportedModelError(f"rope_type {kind!r} is not supported, only {', '.join(_ROPE_TYPES)}")
+    original = rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    if kind == "linear":
+        return LinearScaling(rope["factor"])
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=rope["factor"],
+            low_frequency_factor=rope["low_freq_factor"],
+            high_frequency_factor=rope["high_freq_factor"],
+            original_positions=original,
+        )
+    if kind == "yarn":
+        factor = rope.get("factor") or raw["max_position_embeddings"] / original
+        return YarnScaling(
+            factor=factor,
+            attention_factor=_attention_factor(rope, factor),
+            fast_turns=rope.get("beta_fast") or 32,
+            slow_turns=rope.get("beta_slow") or 1,
+            original_positions=original,
+            whole_dimensions=rope.get("truncate", True),
+        )
+    return None
+
+
+def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    """YaRN's, as given or else from the factor (and the two multipliers of its logarithm, where there are any)."""
+
+    def growth(multiplier: float) -> float:
+        return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return growth(rope["mscale"]) / growth(rope["mscale_all_dim"])
+    return growth(1.0)
+
+
+def _window(raw: Mapping[str, Any]) -> int | None:
+    if raw["model_type"] == "mistral":
+        window = raw.get("sliding_window", 4096)
+    else:
+        window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    if window is None or window >= raw["max_position_embeddings"]:
         return None
-    if kind != "llama3":
-        raise UnsupportedModelError(f"rope_type {kind!r} is not supported, only default and llama3")
-    return RopeScaling(
-        factor=rope["factor"],
-        low_frequency_factor=rope["low_freq_factor"],
-        high_frequency_factor=rope["high_freq_factor"],
-        original_positions=rope["original_max_position_embeddings"],
-    )
+    if raw["model_type"] != "mistral":  # the samplers refuse them too
+        raise UnsupportedModelError(f"use_sliding_window = true with sliding_window = {window} is not supported")
+    return _size(raw | {"sliding_window": window}, "sliding_window")
+
+
+def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if raw["model_type"] != "qwen3_moe":
+        return {"experts": 0, "experts_per_token": 0, "expert_ffn_size": 0, "experts_weights_sum_to_one": False}
+    key = "num_experts" if "num_experts" in raw else "num_local_experts"
+    experts, chosen = _size(raw, key), _size(raw, "num_experts_per_tok")
+    if chosen > experts:
+        raise UnsupportedModelError(f"num_experts_per_tok = {chosen}: there are {experts} experts")
+    if chosen == 1 and raw.get("norm_topk_prob", False):
+        raise UnsupportedModelError("norm_topk_prob = true is not supported with one expert a token: its weight is always 1")
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_ffn_size": _size(raw, "moe_intermediate_size"),
+        "experts_weights_sum_to_one": bool(raw.get("norm_topk_prob", False)),
+    }
