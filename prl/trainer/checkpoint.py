@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from prl.control.parent import end_with_parent
@@ -81,19 +82,26 @@ def load_checkpoint(engine: Engine, folder: Path) -> int:
             f"the initial policy, built again as the reference, has the digest {now}; it was {before} when {folder} was "
             f"written: restore the weights in the model's folder, and run.seed and train.dtype as they were"
         )
-    engine.gpt.load_state_dict(state["model"])
+    for key, gpt in _keyed(engine):
+        gpt.load_state_dict(state[key])
     engine.optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
 
 
 def _state(engine: Engine, step: int, *, is_loading: bool) -> dict[str, Any]:
-    model = engine.gpt.sharded_state_dict()
+    models = {key: gpt.sharded_state_dict() for key, gpt in _keyed(engine)}
     return {
-        "model": model,
-        "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading),
+        **models,
+        "optimizer": engine.optimizer.sharded_state_dict(models, is_loading=is_loading),
         "step": step,
         "reference": _reference(engine),
     }
+
+
+def _keyed(engine: Engine) -> list[tuple[str, GPTModel]]:
+    """This rank's chunks by their keys in the state."""
+    names = ["model"] if len(engine.chunks) == 1 else [f"model{number}" for number in range(len(engine.chunks))]
+    return list(zip(names, engine.gpts, strict=True))
 
 
 def _reference(engine: Engine) -> str:

@@ -1,5 +1,6 @@
 """The model with its data parallelism and optimizer, which a step changes and a checkpoint holds, and its reference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,22 +19,31 @@ from prl.trainer.reference import Reference
 class Engine:
     config: ModelConfig
     options: TrainOptions
-    model: DistributedDataParallel
+    chunks: tuple[DistributedDataParallel, ...]  # one a virtual pipeline stage of this rank
     optimizer: MegatronOptimizer
     reference: Reference | None
 
     @property
-    def gpt(self) -> GPTModel:
-        return unwrap(self.model)
+    def gpts(self) -> list[GPTModel]:
+        return [unwrap(chunk) for chunk in self.chunks]
 
 
 def build_engine(
-    module: torch.nn.Module, config: ModelConfig, options: TrainOptions, reference: Reference | None = None
+    modules: Sequence[torch.nn.Module], config: ModelConfig, options: TrainOptions, reference: Reference | None = None
 ) -> Engine:
-    """Wrap a model that has its weights already: the optimizer copies them where it keeps its own in float32."""
-    megatron = get_model_config(module)
-    model = DistributedDataParallel(
-        megatron, DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=True), module
+    """Wrap the chunks of a model that has its weights already: the optimizer copies them where it keeps its own in float32."""
+    megatron = get_model_config(modules[0])
+    chunks = tuple(
+        DistributedDataParallel(
+            megatron,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                check_for_nan_in_grad=True,
+                use_distributed_optimizer=options.distributed_optimizer,
+            ),
+            module,
+        )
+        for module in modules
     )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -47,12 +57,13 @@ def build_engine(
             clip_grad=options.clip_grad,
             params_dtype=DTYPES[options.dtype],
             bf16=options.dtype == "bfloat16",
+            use_distributed_optimizer=options.distributed_optimizer,
         ),
-        [model],
+        list(chunks),
     )
     megatron.finalize_model_grads_func = finalize_model_grads
-    megatron.no_sync_func = model.no_sync
-    return Engine(config, options, model, optimizer, reference)
+    megatron.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    return Engine(config, options, chunks, optimizer, reference)
 
 
 def set_schedule(engine: Engine, step: int) -> None:

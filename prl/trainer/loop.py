@@ -21,7 +21,7 @@ from prl.trainer.engine import Engine, build_engine
 from prl.trainer.hf_folder import read_weights, write_folder
 from prl.trainer.mapping import export_weights, load_weights, random_weights
 from prl.trainer.model import build_model
-from prl.trainer.parallel import Channel, start_groups, stop_groups
+from prl.trainer.parallel import Channel, shares_weights, start_groups, stop_groups
 from prl.trainer.reference import build_reference
 from prl.trainer.step import train_step
 from prl.trainer.weights_out import WeightsOut
@@ -32,7 +32,7 @@ def run(child: Child, client: ThreadedClient) -> None:
     config = child.config
     # The longest wait of a rank for another: rank 0 waiting for samplers to take a version.
     timeout_s = config.control.start_s + config.control.wait_s + config.weights.group_s + config.weights.update_s
-    start_groups(config.train.tensor_parallel, timeout_s=timeout_s)
+    start_groups(config.train, timeout_s=timeout_s)
     channel = Channel(timeout_s)
     leader = dist.get_rank() == 0
 
@@ -61,16 +61,16 @@ def _start_engine(child: Child) -> tuple[Engine, int]:
     """Model and optimizer, fresh or from the checkpoint that the agent names, with the reference, and the version they are."""
     config = child.config
     model = read_model_config(child.run.model)
-    module = build_model(model, config.train)
+    chunks = build_model(model, config.train)
     resume = os.environ.get("PRL_RESUME")
 
     def initial_weights() -> Iterator[tuple[str, Tensor]]:
         drawn = config.model.init == "random"
         return random_weights(model, config.run.seed) if drawn else read_weights(child.run.model, model)
 
-    load_weights(module, model, random_weights(model, config.run.seed) if resume else initial_weights())
+    load_weights(chunks, model, random_weights(model, config.run.seed) if resume else initial_weights())
     reference = build_reference(model, config.train, initial_weights()) if config.train.reference == "initial" else None
-    engine = build_engine(module, model, config.train, reference)
+    engine = build_engine(chunks, model, config.train, reference)
     return engine, load_checkpoint(engine, Path(resume)) if resume else 0
 
 
@@ -149,8 +149,8 @@ def _save(child: Child, client: ThreadedClient, engine: Engine, channel: Channel
 def _export(child: Child, client: ThreadedClient, engine: Engine, step: int) -> None:
     """Write version `step`, the last, as a Hugging Face folder; with that the trainer is done."""
     client.progress(f"exporting version {step}")
-    if parallel_state.get_data_parallel_rank() == 0:
-        weights = export_weights(engine.model, engine.config)  # gathered by all of these ranks
+    if shares_weights():
+        weights = export_weights(engine.chunks, engine.config)  # gathered by all of these ranks
         if dist.get_rank() == 0:
             write_folder(child.run.export, weights, child.run.model, child.config.train.dtype)
             wait_s = child.config.control.wait_s

@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
@@ -50,6 +51,12 @@ def transformer_config(model: ModelConfig, options: TrainOptions) -> Transformer
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=options.tensor_parallel,
+        pipeline_model_parallel_size=options.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=options.virtual_pipeline if options.virtual_pipeline > 1 else None,
+        variable_seq_lengths=options.pipeline_parallel > 1,  # stages tell each other how long a micro-batch is
+        expert_model_parallel_size=options.expert_parallel,
+        expert_tensor_parallel_size=1,  # an expert is whole on one rank
+        context_parallel_size=options.context_parallel,
         sequence_parallel=options.sequence_parallel and options.tensor_parallel > 1,
         use_cpu_initialization=on_cpu,
         perform_initialization=False,  # every weight is loaded or drawn by us, equally for any tensor parallelism
@@ -65,22 +72,31 @@ def transformer_config(model: ModelConfig, options: TrainOptions) -> Transformer
     )
 
 
-def build_model(model: ModelConfig, options: TrainOptions) -> GPTModel | Float16Module:
-    """This rank's part of the model, with weights that still must be loaded. Its input is one row of packed tokens, its output
-    the logits [1, T, padded vocabulary / tensor_parallel].
+def build_model(model: ModelConfig, options: TrainOptions) -> list[GPTModel | Float16Module]:
+    """This rank's part of the model, with weights that still must be loaded: one chunk of layers a virtual pipeline stage. The
+    first of all chunks takes one row of packed tokens, the last gives the logits [1, T, padded vocabulary / tensor_parallel].
 
-    Process groups must be up. The one place that names GPTModel, which Megatron means to replace.
+    Process groups must be up.
     """
     config = transformer_config(model, options)
+    return [_build_chunk(model, options, config, number) for number in range(options.virtual_pipeline)]
+
+
+def _build_chunk(model: ModelConfig, options: TrainOptions, config: TransformerConfig, number: int) -> GPTModel | Float16Module:
+    """The one place that names GPTModel, which Megatron means to replace."""
+    virtual = number if options.virtual_pipeline > 1 else None
     gpt = GPTModel(
         config,
-        _layers(config),
+        _layers(config, virtual),
         vocab_size=model.padded_vocabulary(options.tensor_parallel),
         max_sequence_length=model.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
         parallel_output=True,
         share_embeddings_and_output_weights=model.tied,
         position_embedding_type="rope",
         rotary_base=model.rope_theta,
+        vp_stage=virtual,
     )
     if not device.has_transformer_engine():
         gpt.rotary_pos_emb = PackedRotary(
@@ -98,7 +114,7 @@ def unwrap(model: Any) -> GPTModel:
     return model
 
 
-def _layers(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+def _layers(config: TransformerConfig, virtual: int | None) -> ModuleSpec | TransformerBlockSubmodules:
     if device.has_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
@@ -109,4 +125,6 @@ def _layers(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodule
     inner.core_attention = PackedAttention
     if config.qk_layernorm:
         inner.q_layernorm = inner.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=virtual), layer_norm=RMSNorm
+    )

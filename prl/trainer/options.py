@@ -31,6 +31,19 @@ class ModelOptions:
 class TrainOptions:
     tensor_parallel: Annotated[int, "tensor-parallel ranks of the trainer", AtLeast(1)] = 1
     sequence_parallel: Annotated[bool, "split norms and activations along the sequence over the tensor-parallel ranks"] = False
+    pipeline_parallel: Annotated[int, "pipeline stages of the trainer, each with as many of the model's layers", AtLeast(1)] = 1
+    virtual_pipeline: Annotated[
+        int,
+        "chunks of layers on each pipeline stage, dealt in turns: less idle time, more messages; above 1 it needs stages",
+        AtLeast(1),
+    ] = 1
+    expert_parallel: Annotated[
+        int, "ranks that share a layer's experts, each expert being whole on one; for mixtures of experts", AtLeast(1)
+    ] = 1
+    context_parallel: Annotated[int, "ranks that share a sequence; above 1 it needs Transformer Engine", AtLeast(1)] = 1
+    distributed_optimizer: Annotated[
+        bool, "split the optimizer's state over the data-parallel ranks instead of keeping all of it on each"
+    ] = False
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the trained parameters (the optimizer's are float32)"] = (
         "float32"
     )

@@ -14,21 +14,25 @@ from megatron.core import parallel_state, tensor_parallel
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it to type checkers
 
 from prl.trainer import device
+from prl.trainer.options import TrainOptions
 
 
-def start_groups(tensor_parallel_size: int, *, timeout_s: float) -> None:
+def start_groups(options: TrainOptions, *, timeout_s: float) -> None:
     """Join the trainer's group (rank, size and address come from the environment, as torchrun sets them) and split it for
-    Megatron: neighbouring ranks are tensor-parallel, the rest is data parallelism. No collective waits longer than
-    `timeout_s`."""
+    Megatron: neighbouring ranks are tensor-parallel, pipeline stages lie farthest apart, the rest is data parallelism. No
+    collective waits longer than `timeout_s`."""
     if not dist.is_initialized():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, timeout_s)
         dist.init_process_group(device.backend(), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-    ranks = dist.get_world_size()
-    if ranks % tensor_parallel_size:
-        raise ValueError(f"{ranks} trainer ranks cannot be split into tensor-parallel groups of {tensor_parallel_size}")
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel_size, distributed_timeout_minutes=math.ceil(timeout_s / 60)
+        tensor_model_parallel_size=options.tensor_parallel,
+        pipeline_model_parallel_size=options.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=options.virtual_pipeline if options.virtual_pipeline > 1 else None,
+        context_parallel_size=options.context_parallel,
+        expert_model_parallel_size=options.expert_parallel,
+        expert_tensor_parallel_size=1,  # an expert is whole on one rank
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)  # Megatron asks for one; nothing is drawn from it
 
@@ -46,6 +50,12 @@ def stop_groups() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def shares_weights() -> bool:
+    """Whether this rank takes part in gathering the whole model: one of each tensor-parallel shard and pipeline stage does, and
+    every rank where experts are spread over the data-parallel ones."""
+    return bool(parallel_state.get_data_parallel_rank() == 0 or parallel_state.get_expert_model_parallel_world_size() > 1)
 
 
 class Channel:

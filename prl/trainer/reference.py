@@ -20,7 +20,7 @@ from prl.weights.digest import part, total
 @dataclass
 class Reference:
     config: ModelConfig
-    model: torch.nn.Module
+    chunks: list[torch.nn.Module]
     digest: int  # of its full tensors in the trainer's dtype: that of version 0:0
     spent_s: float = 0.0  # computing log-probs, so far
 
@@ -39,7 +39,7 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
         """log p(targets) [T] of the initial policy. The logits are gone when this returns."""
-        logits = self.model(batch.tokens[None], batch.positions[None], None, packed_seq_params=batch.sequences)
+        logits = self.chunks[0](batch.tokens[None], batch.positions[None], None, packed_seq_params=batch.sequences)
         group = parallel_state.get_tensor_model_parallel_group()
         return logprobs_and_entropies(logits[0], batch.targets, self.config.vocabulary, group)[0]
 
@@ -47,7 +47,8 @@ class Reference:
 def build_reference(config: ModelConfig, options: TrainOptions, weights: Iterable[tuple[str, Tensor]]) -> Reference:
     """`weights`: the initial policy's full tensors, in the order of `mapping.tensor_shapes`. A collective of the
     tensor-parallel ranks."""
-    model = build_model(config, options)
-    load_weights(model, config, weights)
-    model.requires_grad_(False).eval()
-    return Reference(config, model, total(part(name, tensor) for name, tensor in export_weights(model, config)))
+    chunks = build_model(config, options)
+    load_weights(chunks, config, weights)
+    for chunk in chunks:
+        chunk.requires_grad_(False).eval()
+    return Reference(config, chunks, total(part(name, tensor) for name, tensor in export_weights(chunks, config)))

@@ -23,16 +23,17 @@ def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFa
 
     Raises RuntimeError where a gradient is not finite, ValueError where the options ask for what the micro-batches lack.
     """
-    model, reference = engine.model, engine.reference
+    reference = engine.reference
     spent_s = reference.spent_s if reference else 0.0
     batches = list(microbatches) or [idle_microbatch()]
     measures = Measures()
-    model.zero_grad_buffer()
+    for chunk in engine.chunks:
+        chunk.zero_grad_buffer()
     engine.optimizer.zero_grad()
     get_forward_backward_func()(
         forward_step_func=_forward_step(engine, facts, len(batches), measures),
         data_iterator=_on_device(engine, batches),
-        model=[model],
+        model=list(engine.chunks),
         num_microbatches=len(batches),
         seq_length=max(len(batch.tokens) for batch in batches),
         micro_batch_size=1,

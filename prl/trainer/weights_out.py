@@ -2,23 +2,21 @@
 
 import time
 
-from megatron.core import parallel_state
-
 from prl.control.threaded import ThreadedClient
 from prl.metrics import names
 from prl.trainer import device
 from prl.trainer.engine import Engine
 from prl.trainer.mapping import export_weights, tensor_shapes
 from prl.trainer.model import DTYPES
-from prl.trainer.parallel import Channel
+from prl.trainer.parallel import Channel, shares_weights
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, to_json
 from prl.weights.transport import TrainerEnd
 
 
 class WeightsOut:
-    """One on every trainer rank. Rank 0 speaks with the orchestrator and sends; the ranks that share its tensor parallelism
-    gather the tensors with it; the others only hear of it."""
+    """One on every trainer rank. Rank 0 speaks with the orchestrator and sends; the ranks that hold the
+    rest of the model gather the tensors with it; the others only hear of it."""
 
     def __init__(
         self,
@@ -44,7 +42,7 @@ class WeightsOut:
         self._specs = [TensorSpec(name, dtype, shape) for name, shape in tensor_shapes(engine.config).items()]
         self._end = TrainerEnd(host, options, device.device()) if client is not None else None
         self._epoch = -1
-        self._shares_tensors = parallel_state.get_data_parallel_rank() == 0
+        self._shares_weights = shares_weights()
 
     def publish(self, step: int) -> dict[str, float]:
         """Bring version `step` to the samplers, unless the orchestrator wants none now. A collective of all ranks. Returns
@@ -52,8 +50,8 @@ class WeightsOut:
         started = time.monotonic()
         client, end = self._client, self._end
         if client is None or end is None:
-            if self._channel.broadcast(None)["send"] and self._shares_tensors:
-                for _ in export_weights(self._engine.model, self._engine.config, self._dtype):
+            if self._channel.broadcast(None)["send"] and self._shares_weights:
+                for _ in export_weights(self._engine.chunks, self._engine.config, self._dtype):
                     pass  # the gathering is the point
             return {names.SEND_S: time.monotonic() - started}
 
@@ -80,7 +78,7 @@ class WeightsOut:
         if answer["epoch"] != self._epoch:
             end.join(answer["epoch"], answer["world_size"])
             self._epoch = answer["epoch"]
-        report = end.send(dict(export_weights(self._engine.model, self._engine.config, self._dtype)))
+        report = end.send(dict(export_weights(self._engine.chunks, self._engine.config, self._dtype)))
         client.call(
             "version_sent",
             {

@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
     from prl.trainer.checkpoint import load_checkpoint, save_checkpoint
     from prl.trainer.engine import Engine, build_engine
     from prl.trainer.hf_folder import read_weights, write_folder
-    from prl.trainer.mapping import export_weights, load_weights, random_weights, tensor_shapes
+    from prl.trainer.mapping import export_weights, load_weights, named_parameters, random_weights, tensor_shapes
     from prl.trainer.model import build_model
     from prl.trainer.packing import buckets, packed_sequences
     from prl.trainer.parallel import Channel, start_groups, stop_groups
@@ -48,8 +48,8 @@ def main(folder: Path) -> None:
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     results = folder / f"ranks_{ranks}"
-    start_groups(ranks, timeout_s=60.0)
     tensor_parallel = replace(OPTIONS, tensor_parallel=ranks)
+    start_groups(tensor_parallel, timeout_s=60.0)
 
     def report(name: str, values: dict[str, np.ndarray]) -> None:
         if rank == 0:
@@ -60,9 +60,9 @@ def main(folder: Path) -> None:
 
     def engine_of(source: str, options: TrainOptions) -> Engine:
         config = read_model_config(folder / source)
-        module = build_model(config, options)
-        load_weights(module, config, read_weights(folder / source, config))
-        return build_engine(module, config, options, reference_of(source, options) if options.reference == "initial" else None)
+        chunks = build_model(config, options)
+        load_weights(chunks, config, read_weights(folder / source, config))
+        return build_engine(chunks, config, options, reference_of(source, options) if options.reference == "initial" else None)
 
     def reference_of(source: str, options: TrainOptions) -> Reference:
         config = read_model_config(folder / source)
@@ -70,12 +70,13 @@ def main(folder: Path) -> None:
 
     def gradients(engine: Engine) -> dict[str, np.ndarray]:
         """Of the step that was just made, in Hugging Face's form."""
-        kept = {name: parameter.data for name, parameter in engine.gpt.named_parameters()}
-        for parameter in engine.gpt.parameters():
+        parameters = named_parameters(engine.chunks).values()
+        kept = [parameter.data for parameter in parameters]
+        for parameter in parameters:
             parameter.data = parameter.main_grad.clone()
-        found = arrays(export_weights(engine.model, engine.config))
-        for name, parameter in engine.gpt.named_parameters():
-            parameter.data = kept[name]
+        found = arrays(export_weights(engine.chunks, engine.config))
+        for parameter, data in zip(parameters, kept, strict=True):
+            parameter.data = data
         return found
 
     def full_logits(engine: Engine, tokens: np.ndarray, lengths: list[int]) -> torch.Tensor:
@@ -83,7 +84,7 @@ def main(folder: Path) -> None:
         positions = torch.cat([torch.arange(n) for n in lengths])
         sequences = packed_sequences(np.cumsum([0, *lengths]).astype(np.int32), positions)
         with torch.no_grad():
-            logits = engine.model(ids[None], positions[None], None, packed_seq_params=sequences)
+            logits = engine.chunks[0](ids[None], positions[None], None, packed_seq_params=sequences)
             return gather_from_tensor_model_parallel_region(logits)[0, :, :VOCABULARY]
 
     def forward_and_export() -> None:
@@ -93,7 +94,7 @@ def main(folder: Path) -> None:
             engine = engine_of(source, tensor_parallel)
             logits = full_logits(engine, tokens, lengths).numpy()
             report(f"logits_{source}", {"tokens": tokens, "lengths": np.array(lengths), "logits": logits})
-            exported = arrays(export_weights(engine.model, engine.config))
+            exported = arrays(export_weights(engine.chunks, engine.config))
             assert {name: value.shape for name, value in exported.items()} == tensor_shapes(engine.config)
             report(f"export_{source}", exported)
 
@@ -118,15 +119,15 @@ def main(folder: Path) -> None:
             assert reference is not None
             found[name] = reference.logprobs(batch).numpy()
             found[f"{name}_digest"] = np.array(str(reference.digest))
-        weights = dict(export_weights(reference.model, reference.config))
+        weights = dict(export_weights(reference.chunks, reference.config))
         found["weights_digest"] = np.array(str(digest(weights)))
         report("frozen", found)
 
     def drawn() -> None:
         config = read_model_config(folder / "qwen2")
-        module = build_model(config, tensor_parallel)
-        load_weights(module, config, random_weights(config, 11))
-        report("drawn", arrays(export_weights(module, config)))
+        chunks = build_model(config, tensor_parallel)
+        load_weights(chunks, config, random_weights(config, 11))
+        report("drawn", arrays(export_weights(chunks, config)))
 
     def checkpoints() -> None:
         """Two steps, save, two more; then the same two from the checkpoint, and from the one that one rank wrote."""
@@ -155,7 +156,7 @@ def main(folder: Path) -> None:
         exported(engine)
 
     def exported(engine: Engine) -> None:
-        weights = export_weights(engine.model, engine.config)
+        weights = export_weights(engine.chunks, engine.config)
         if rank == 0:
             write_folder(results / "exported", weights, folder / "qwen2", "float32")
         else:
@@ -225,20 +226,20 @@ def main(folder: Path) -> None:
     def not_finite() -> None:
         engine = engine_of("qwen3", tensor_parallel)
         broken = [replace(batch, advantages=batch.advantages * np.float32("nan")) for batch in microbatches()]
-        before = arrays(export_weights(engine.model, engine.config))
+        before = arrays(export_weights(engine.chunks, engine.config))
         try:
             train_step(engine, broken, facts(1))
             words = ""
         except RuntimeError as error:
             words = str(error)
-        after = arrays(export_weights(engine.model, engine.config))
+        after = arrays(export_weights(engine.chunks, engine.config))
         same = all(np.array_equal(before[name], after[name]) for name in before)
         report("not_finite", {"words": np.array(words), "same": np.array(same)})
 
     def half_precision() -> None:
         engine = engine_of("qwen3", replace(tensor_parallel, dtype="bfloat16"))
         metrics = train_step(engine, microbatches(), facts(1))
-        exported = dict(export_weights(engine.model, engine.config))
+        exported = dict(export_weights(engine.chunks, engine.config))
         assert all(tensor.dtype is torch.bfloat16 for tensor in exported.values())
         report("bfloat16", {key: np.array(value) for key, value in metrics.items()})
 
@@ -266,7 +267,7 @@ def main(folder: Path) -> None:
         told = Channel(60.0).broadcast({"ä": [1, None], "b": 2.5} if rank == 0 else None)
         assert told == {"ä": [1, None], "b": 2.5}
         parallel_state.destroy_model_parallel()
-        start_groups(1, timeout_s=60.0)  # the same two ranks as data parallelism
+        start_groups(OPTIONS, timeout_s=60.0)  # the same two ranks as data parallelism
         steps_of("step_two_data_ranks", OPTIONS, microbatches, 3)
         steps_of("step_one_rank_idle", OPTIONS, lambda: [merged(microbatches())], 1)
         steps_of("step_reference_one_rank_idle", replace(OPTIONS, reference="initial"), lambda: [merged(bare)])
