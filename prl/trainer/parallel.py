@@ -58,6 +58,19 @@ def shares_weights() -> bool:
     return bool(parallel_state.get_data_parallel_rank() == 0 or parallel_state.get_expert_model_parallel_world_size() > 1)
 
 
+def broadcast_json(
+    message: Mapping[str, Any] | None, source: int, group: dist.ProcessGroup, where: torch.device
+) -> dict[str, Any]:
+    """Rank `source` of the group gives the message, the others None; all get it. It travels in tensors on `where`."""
+    data = json.dumps(message).encode() if group.rank() == source else b""
+    size = torch.tensor([len(data)], device=where)
+    dist.broadcast(size, group=group, group_src=source)
+    content = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8).to(where)
+    dist.broadcast(content, group=group, group_src=source)
+    received: dict[str, Any] = json.loads(content.cpu().numpy().tobytes())
+    return received
+
+
 class Channel:
     """Messages between rank 0 and all ranks, in a gloo group of their own (NCCL takes no CPU tensors)."""
 
@@ -66,13 +79,7 @@ class Channel:
 
     def broadcast(self, message: Mapping[str, Any] | None) -> dict[str, Any]:
         """Rank 0 gives the message, the others None; all get it. Anything that JSON holds."""
-        data = json.dumps(message).encode() if dist.get_rank() == 0 else b""
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, src=0, group=self._group)
-        content = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)
-        dist.broadcast(content, src=0, group=self._group)
-        received: dict[str, Any] = json.loads(content.numpy().tobytes())
-        return received
+        return broadcast_json(message, 0, self._group, torch.device("cpu"))
 
     def gather(self, message: Any) -> list[Any]:
         """The messages of all ranks, in their order, for every rank. Anything that JSON holds."""
