@@ -6,21 +6,39 @@ kind        written by                     step  values                     labe
 step        orchestrator, once a step      k     train/*, data/*, weights/*
 weights     orchestrator, once a commit    v     weights/*
 evaluation  orchestrator, once a version   v     eval/*                     domain
-checkpoint  orchestrator                   k     streams/*
+checkpoint  orchestrator                   k     checkpoint/*, streams/*
+save_failed orchestrator                   k     checkpoint/*               error: why there is no checkpoint of the step
 phase       orchestrator (and prl-submit)  -     -                          name: what begins at the event's time
 usage       orchestrator or node agent     -     usage/*, cumulative        role, process: whom it speaks of
 scalars     anyone, at any time            any   anything
 
 train/ (the trainer)
-    loss                       mean over trained tokens
+    loss                       of the whole step: sum of weight * loss over its denominator, all parts together
+    loss_<part>                its parts: policy, kl, entropy, ratio_penalty, with their coefficients
     grad_norm                  before clipping
+    skipped                    1 where the gradient was not finite, so that the weights stayed as they were, else 0
     entropy                    mean over trained tokens, in nats
     ess                        effective sample size of the raw importance ratios, as a share of the samples: 0 to 1
+    ratio_mean, ratio_max      of the raw importance ratios, trainer to sampler
+    clip_fraction              trained tokens that a bound of the loss limits: 0 to 1
+    mask_fraction              trained tokens that a ratio mask keeps out: 0 to 1
+    mismatch_mean, mismatch_max, mismatch_k3
+                               trainer's log-probs less the sampler's: mean of the distance, the worst token's, k3 estimate
+    kl                         k3 estimate of the divergence from the reference, mean over trained tokens
+    kl_coefficient, entropy_coefficient
+                               in this step, where they change
     lag_mean, lag_max          over trained tokens, in optimizer steps
     lag_<n>                    trained tokens of lag n (optional; makes the report's histogram)
     tokens                     trained tokens, all ranks
     step_s                     from one step's end to the next one's
     wait_s, send_s             of it: waiting for a step file; gathering and sending weights
+    save_s                     of it: what checkpoints took of the trainer's time
+    data_s                     of it: reading the step file
+    forward_backward_s, optimizer_s  of it: both passes; the optimizer; each on the slowest rank
+    all_tokens, padding        tokens of the step, prompts included; padding as a share of the tokens computed: 0 to 1
+    mfu                        model FLOP utilisation of both passes and the optimizer, nothing computed twice counted: 0 to 1
+    learning_rate              of this step
+    peak_memory_bytes          of the accelerator, on the fullest rank, in this step; without one, resident memory so far
 data/ (the preprocessor)
     reward_mean, reward_std    of the step's groups, rollouts that are left out included
     groups_all_equal           groups whose rewards are all equal: 0 to 1
@@ -32,7 +50,7 @@ data/ (the preprocessor)
     too_old_tokens             over the lag limit, masked or trained (preprocess.too_old)
     pack_waste                 of the micro-batches' room: 0 to 1
     rank_tokens_max_over_mean  tokens of the fullest trainer rank to the mean of all
-    ready_s                    from the announcement of the step's last rollout to the step file readable; where the trainer was
+    ready_s                    from the step's last rollout being known here to its file being durable; where the trainer was
                                more than a step behind until later, from then
     read_s, build_s, publish_s of it: reading the last rollouts, building the step, the filesystem's own time
     held_back_s                before that: waiting for the trainer
@@ -44,6 +62,9 @@ weights/ (orchestrator and samplers)
     gap_s                      longest time between two tokens of one sequence around the update
     send_s, commit_s, update_s the trainer's sending; pause and copy at all samplers; from the armed receivers to the end
     bytes                      bytes sent
+checkpoint/ (the orchestrator)
+    bytes, write_s             of its files; from the end of its step to the files durable
+    failures, retired          saves of this attempt that failed; old checkpoints that it deleted, both so far
 streams/ (the orchestrator)
     reclaimed_files, reclaimed_bytes, reclaim_failures  files deleted behind checkpoints of this attempt, so far
 eval/ (actors)
@@ -59,12 +80,15 @@ STEP = "step"
 WEIGHTS = "weights"
 EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"
+SAVE_FAILED = "save_failed"
 PHASE = "phase"
 USAGE = "usage"
 SCALARS = "scalars"
 
 LOSS = "train/loss"
+LOSS_PART_PREFIX = "train/loss_"  # and the name of a part
 GRAD_NORM = "train/grad_norm"
+SKIPPED = "train/skipped"
 ENTROPY = "train/entropy"
 ESS = "train/ess"
 LAG_MEAN = "train/lag_mean"
@@ -74,6 +98,15 @@ TOKENS = "train/tokens"
 STEP_S = "train/step_s"
 WAIT_S = "train/wait_s"
 SEND_S = "train/send_s"
+SAVE_S = "train/save_s"
+DATA_S = "train/data_s"
+FORWARD_BACKWARD_S = "train/forward_backward_s"
+OPTIMIZER_S = "train/optimizer_s"
+ALL_TOKENS = "train/all_tokens"
+PADDING = "train/padding"
+MFU = "train/mfu"
+LEARNING_RATE = "train/learning_rate"
+PEAK_MEMORY_BYTES = "train/peak_memory_bytes"
 
 REWARD_MEAN = "data/reward_mean"
 REWARD_STD = "data/reward_std"
@@ -81,6 +114,8 @@ ROLLOUTS = "data/rollouts"
 OUTPUT_TOKENS_MEAN = "data/output_tokens_mean"
 CUT_SHARE = "data/cut_share"
 MIXED_VERSION_SHARE = "data/mixed_version_share"
+READY_S = "data/ready_s"
+PUBLISH_S = "data/publish_s"
 
 PAUSE_S = "weights/pause_s"
 RECEIVE_S = "weights/receive_s"
@@ -90,6 +125,11 @@ SENT_BYTES = "weights/bytes"
 EVAL_REWARD_MEAN = "eval/reward_mean"
 EVAL_REWARD_STD = "eval/reward_std"
 EVAL_PROBLEMS = "eval/problems"
+
+CHECKPOINT_BYTES = "checkpoint/bytes"
+CHECKPOINT_WRITE_S = "checkpoint/write_s"
+CHECKPOINT_FAILURES = "checkpoint/failures"
+CHECKPOINTS_RETIRED = "checkpoint/retired"
 
 CPU_S = "usage/cpu_s"
 MAX_RSS_BYTES = "usage/max_rss_bytes"

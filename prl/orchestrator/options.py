@@ -53,3 +53,8 @@ class RunOptions:
     evaluate_problems: Annotated[int, "held-out problems, one sampled answer each", AtLeast(1)] = 512
     stop_at_reward: Annotated[float | None, "end when evaluations reach this mean reward; null: train all steps"] = None
     stop_after_evaluations: Annotated[int, "evaluations in a row that must reach stop_at_reward", AtLeast(1)] = 2
+
+    @property
+    def lag_limit(self) -> int:
+        """Oldest version that may be trained on, in optimizer steps, in either mode."""
+        return self.max_lag if self.mode == "pipeline" else self.steps_per_generation - 1

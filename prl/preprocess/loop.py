@@ -52,9 +52,7 @@ async def preprocess(child: Child, client: ControlClient) -> None:
 
 def _data_parallel_size(child: Child) -> int:
     """From the attempt's plan. Another number of ranks could deal the step files as well, only less evenly."""
-    plan = json.loads(child.run.plan(child.attempt).read_text())
-    ranks = [process for process in plan["children"] if process["role"] == "trainer"]
-    return max(1, len(ranks) // child.config.train.tensor_parallel)
+    return int(json.loads(child.run.plan(child.attempt).read_text())["data_parallel"])
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,18 @@ class _Loop:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, *(job.built for job in self._jobs), return_exceptions=True)
+            await self._ended(*tasks, *(job.built for job in self._jobs))
+
+    async def _ended(self, *work: "asyncio.Future[Any]") -> None:
+        """Wait for work whose outcome no longer matters. Raises TimeoutError."""
+        if not work:
+            return
+        _, pending = await asyncio.wait(work, timeout=self._wait_s)
+        if pending:
+            raise TimeoutError(f"{len(pending)} pieces of the preprocessor's work did not end within {self._wait_s:.0f} s")
+        for done in work:
+            if not done.cancelled():
+                done.exception()  # looked at, so that asyncio does not speak of it
 
     # Rollouts in
 
@@ -195,7 +204,7 @@ class _Loop:
         assert self._trained_step is not None
         forks = {int(later): int(step) for later, step in answer["forks"].items()}
         while self._broken is None and self._next_step <= self._trained_step + 1 + self._workshop.processes:
-            moment = Moment(self._next_step, int(answer["lineage"]), forks, self._max_lag())
+            moment = Moment(self._next_step, int(answer["lineage"]), forks, self._child.config.run.lag_limit)
             chosen = self._maker.choose(moment, awaited_from)
             if chosen is None:
                 break
@@ -205,10 +214,6 @@ class _Loop:
             self._next_step += 1
             self._bell.ring()
 
-    def _max_lag(self) -> int:
-        run = self._child.config.run
-        return run.max_lag if run.mode == "pipeline" else run.steps_per_generation - 1
-
     async def _rebuild(self, error: UnreadableEntry) -> None:
         """The first job lacks groups, which are sampled again. It and those behind it, whose turn comes later, are given up."""
         jobs = list(self._jobs)
@@ -216,7 +221,7 @@ class _Loop:
         self._broken = None
         self._next_step = jobs[0].step
         lost = [lost for job in jobs for lost in self._maker.give_back(job.order, error.name)]
-        await asyncio.gather(*(job.built for job in jobs), return_exceptions=True)
+        await self._ended(*(job.built for job in jobs))
         await self._sample_again(error.name, lost, error)
 
     # Steps out

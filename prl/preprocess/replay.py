@@ -51,11 +51,12 @@ class Original:
 
 def rebuild(original: Original, step: int, config: Config, data_parallel_size: int) -> Step:
     """A step of the original run, built with the options of `config`."""
-    run = config.run
-    max_lag = run.max_lag if run.mode == "pipeline" else run.steps_per_generation - 1
     prepared = [prepare(group, config.preprocess) for group in original.groups(step)]
     return build_step(
-        [group for group in prepared if group.samples], Moment(step, 0, {}, max_lag), config.preprocess, data_parallel_size
+        [group for group in prepared if group.samples],
+        Moment(step, 0, {}, config.run.lag_limit),
+        config.preprocess,
+        data_parallel_size,
     )
 
 

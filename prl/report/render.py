@@ -107,6 +107,8 @@ def _time(s: Summary) -> Iterator[str]:
         yield "start-up    " + ", ".join(f"{name} at {seconds:.1f} s" for name, seconds in s.start_up)
     if s.step_s:
         yield "step        " + _spread(s.step_s)
+    if s.step_file_s:
+        yield "step file   " + _spread(s.step_file_s) + " after its last rollout, without the filesystem's time"
     if s.trainer_time:
         t = s.trainer_time
         yield (

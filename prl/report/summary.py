@@ -69,6 +69,7 @@ class Summary:
     rollouts: float
     rollouts_per_s: float
     step_s: Spread | None
+    step_file_s: Spread | None  # from a step's last rollout to its file, without the filesystem's time
     trainer_time: TrainerTime | None
     pause_s: Spread | None
     receive_s: Spread | None
@@ -124,6 +125,7 @@ def summarize(record: RunRecord, now: float) -> Summary:
         rollouts=float(rollouts),
         rollouts_per_s=_ratio(rollouts, seconds),
         step_s=_spread(steps.column(names.STEP_S)),
+        step_file_s=_spread(steps.column(names.READY_S) - steps.column(names.PUBLISH_S)),
         trainer_time=_trainer_time(record),
         pause_s=_spread(weights.column(names.PAUSE_S)),
         receive_s=_spread(weights.column(names.RECEIVE_S)),

@@ -1,4 +1,5 @@
-"""A child that dies ends the run quickly, with its cause on the terminal, in exit.json and as the exit code."""
+"""A child that dies ends the run quickly, with its cause on the terminal, in exit.json and as the exit code; a resume goes on
+from the last checkpoint and loses nothing."""
 
 import json
 import signal
@@ -9,6 +10,7 @@ import psutil
 import pytest
 from whole_runs import ROOT, Ended, command, submit
 
+from prl.report.audit import audit, render
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import ledger_events, read_ledger
 
@@ -42,6 +44,16 @@ def start():
         process.communicate(timeout=30)
 
 
+def wait_for_checkpoint(process: subprocess.Popen, folder: RunFolder) -> int:
+    """Its step."""
+    end = time.monotonic() + 120
+    while not folder.manifests():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, "no checkpoint within 120 s"
+        time.sleep(0.2)
+    return folder.manifests()[-1][0]
+
+
 def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> None:
     running, end = Ended(folder, 0, ""), time.monotonic() + 240
     while not any(event.step >= steps for event in running.events("step")):
@@ -57,11 +69,12 @@ def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> 
         *(pytest.param(v, marks=pytest.mark.slow) for v in ("trainer 0", "sampler 0", "preprocess 0", "actor 0", "verifier 0")),
     ],
 )
-@pytest.mark.deadline(360)
-def test_a_killed_child_ends_the_run_with_its_name(tmp_path, start, victim):
+@pytest.mark.deadline(600)
+def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tmp_path, start, victim):
     folder = RunFolder(tmp_path / "run")
-    process = start(folder)
-    wait_for_steps(process, folder, 2)
+    process = start(folder, "train.checkpoint_every_steps=3", "streams.keep=needed")
+    wait_for_steps(process, folder, 3)
+    wait_for_steps(process, folder, wait_for_checkpoint(process, folder) + 1)
     children = children_of(process.pid, folder)
     assert victim in children, sorted(children)
     killed = time.monotonic()
@@ -76,6 +89,13 @@ def test_a_killed_child_ends_the_run_with_its_name(tmp_path, start, victim):
     assert ended["code"] == 1
     assert f"{victim} was ended by SIGKILL" in output
     assert not [name for name, child in children.items() if child.is_running()]
+    checkpoint, steps = folder.manifests()[-1][0], ended["steps"] + 4
+    resumed = submit(folder.path, "--resume", folder.path, "--set", f"run.steps={steps}")
+    assert resumed.code == 0, resumed.logs()
+    assert [event.step for event in resumed.events("step", attempt=2)] == list(range(checkpoint + 1, steps + 1))
+    result = audit(folder.path)
+    assert result.passed, render(result)
+    assert (result.ended, result.trained) == ("done", steps * 512)
 
 
 @pytest.mark.slow
