@@ -11,6 +11,7 @@ from typing import Any
 from prl.config.hf_config import ModelConfig, UnsupportedModelError, model_config, new_model_config, read_model_config
 from prl.config.load import ConfigError, out_of_bounds, replace
 from prl.config.machine import free_memory_bytes, machine_problems
+from prl.config.loss_checks import loss_problems, loss_warnings
 from prl.config.schema import Config
 
 NAME_CHARACTERS = 100
@@ -37,7 +38,7 @@ _OWN_ENGINE_PREFIXES = ("data-parallel-", "ssl-")
 LIMITS = {  # of every whole number: far above what any run needs, and below what breaks something
     2**63: "run.seed",
     10**9: "run.steps run.max_lag run.evaluate_every_steps run.evaluate_problems run.epochs train.warmup_steps "
-    "train.checkpoint_every_steps preprocess.pack_tokens",
+    "train.checkpoint_every_steps train.coefficient_steps preprocess.pack_tokens preprocess.denominator_tokens",
     10**8: "sample.max_model_len actor.max_tokens model.max_positions",
     10**7: "model.ffn_size cluster.time_min",
     10**6: "run.steps_per_generation run.groups_per_step run.rollouts_per_group run.min_rollouts_per_group "
@@ -88,6 +89,8 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     problems += _parts(config)
     problems += _engine_args(config)
     problems += _domains(config)
+    problems += loss_problems(config)
+    problems += layout_problems(config.train, model)
     if model is not None:
         problems += _fit(config, model)
     if not resume:
@@ -230,14 +233,7 @@ def _run(config: Config) -> Iterator[str]:
 
 
 def _parts(config: Config) -> Iterator[str]:
-    train, sample, actor, control = config.train, config.sample, config.actor, config.control
-    if train.kl_coefficient > 0 and train.reference == "none":
-        yield (
-            f"train.kl_coefficient = {train.kl_coefficient}: the KL term needs a reference; set train.reference: initial, or "
-            f"the coefficient to 0"
-        )
-    if train.sequence_parallel and train.tensor_parallel == 1:
-        yield "train.sequence_parallel = true: needs train.tensor_parallel above 1; switch it off"
+    sample, actor, control = config.sample, config.actor, config.control
     if not config.cluster.gpus_per_node and sample.kv_cache_mib is None:
         yield "sample.kv_cache_mib = null: without accelerators the KV cache needs a size in MiB, e.g. 256"
     if actor.max_tokens >= sample.max_model_len:
@@ -362,7 +358,7 @@ def _sbatch(config: Config) -> Iterator[str]:
 
 
 def _warnings(config: Config) -> list[str]:
-    found = []
+    found = list(loss_warnings(config))
     for key, value in (("temperature", config.actor.temperature), ("top_p", config.actor.top_p)):
         if value != 1:
             found.append(f"actor.{key} = {value}: training assumes 1; the importance ratios will be biased")

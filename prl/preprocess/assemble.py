@@ -240,7 +240,7 @@ def build_step(groups: Sequence[Prepared], moment: Moment, options: PreprocessOp
     microbatches = [_microbatch([sequences[i] for i in members]) for members in bins]
     facts = StepFacts(
         step=moment.step,
-        denominator=float(sum(m.loss_weights.sum(dtype=np.float64) for m in microbatches)),
+        denominator=_denominator(microbatches, len(trained) + len(discarded), options),
         trained_tokens=sum(s.trained for s in sequences),
         samples=len(trained),
         microbatches=len(microbatches),
@@ -255,6 +255,13 @@ def build_step(groups: Sequence[Prepared], moment: Moment, options: PreprocessOp
         "rank_tokens_max_over_mean": max(ranks) * len(ranks) / sum(ranks),
     }
     return Step(facts, microbatches, trained, discarded, metrics)
+
+
+def _denominator(microbatches: Sequence[MicroBatch], rollouts: int, options: PreprocessOptions) -> float:
+    """What the step's loss is divided by. A fixed one counts rollouts that are left out: they were sampled, too."""
+    if options.denominator_tokens is not None:
+        return float(rollouts * options.denominator_tokens)
+    return float(sum(m.loss_weights.sum(dtype=np.float64) for m in microbatches))
 
 
 def _in_step(

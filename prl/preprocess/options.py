@@ -22,6 +22,13 @@ class PreprocessOptions:
     token_weight: Annotated[
         Literal["token", "sample"], "token: every trained token of a step weighs the same; sample: every rollout does"
     ] = "token"
+    denominator_tokens: Annotated[
+        int | None,
+        "what a step's loss is divided by; null: the sum of its weights, so that it is a mean; a number: that many tokens a "
+        "rollout of the step's groups, so that a token weighs the same in every step (Dr. GRPO, with the longest that an "
+        "answer may be)",
+        AtLeast(1),
+    ] = None
     drop_equal_groups: Annotated[bool, "discard groups whose rewards are all equal and sample others instead"] = False
     mask_cut: Annotated[bool, "rollouts cut at the token limit do not train"] = False
     too_old: Annotated[

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prl.streams.records import MicroBatch
 from prl.trainer import device
+from prl.trainer.losses import Sequences
 from prl.trainer.packing import packed_sequences
 
 
@@ -26,6 +27,7 @@ class Batch:
     old_logprobs: Tensor
     reference_logprobs: Tensor | None
     lags: Tensor
+    sequence_numbers: Sequences
 
 
 def to_device(batch: MicroBatch, tensor_parallel: int) -> Batch:
@@ -43,6 +45,8 @@ def to_device(batch: MicroBatch, tensor_parallel: int) -> Batch:
 
     tokens = torch.from_numpy(np.pad(batch.tokens, (0, padding)).astype(np.int64)).to(device.device())
     on_device = torch.from_numpy(positions.astype(np.int64)).to(device.device())
+    # A token with weight is predicted from its own sequence, so that both have its number.
+    numbers = np.repeat(np.arange(len(boundaries) - 1), np.diff(boundaries))
     reference = batch.reference_logprobs
     return Batch(
         tokens=tokens,
@@ -54,6 +58,7 @@ def to_device(batch: MicroBatch, tensor_parallel: int) -> Batch:
         old_logprobs=next_token(batch.old_logprobs, torch.float32),
         reference_logprobs=None if reference is None else next_token(reference, torch.float32),
         lags=next_token(batch.lags, torch.float32),
+        sequence_numbers=Sequences(torch.from_numpy(numbers).to(device.device()), len(boundaries) - 1),
     )
 
 

@@ -7,10 +7,14 @@ from torch import Tensor
 from prl.metrics import names
 from prl.trainer import device, losses
 from prl.trainer.batch import Batch
-from prl.trainer.objective import Objective
+from prl.trainer.objective import PARTS, Objective
 
-_SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "clipped", "difference", "k3", "lag", "kl", "compared")
+_SUMS = (
+    *("tokens", "entropy", "ratio", "ratio_square", "clipped", "masked", "difference", "k3", "lag", "kl", "compared"),
+    *PARTS,
+)
 _MAXIMA = ("ratio", "difference", "lag")
+_LARGEST_DIFFERENCE = 300.0  # of log-probs, so that the square of a ratio is finite in float64
 _LAGS = 64  # lags that are counted one by one; the last count has all above
 
 
@@ -21,30 +25,35 @@ class Measures:
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device.device())
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device.device())
         self._lags = torch.zeros(_LAGS, dtype=torch.float64, device=device.device())
+        self._parts: tuple[str, ...] = ()
+        self._on_samples = False
 
     def add(self, batch: Batch, found: Objective, logprobs: Tensor, entropies: Tensor) -> None:
         """All per-token tensors are [T] of one micro-batch; tokens without weight do not count."""
         trained = batch.weights > 0
         pi, mu, lags = (x[trained] for x in (logprobs, batch.old_logprobs, batch.lags))
-        difference = pi - mu
+        difference = (pi.double() - mu.double()).clamp(-_LARGEST_DIFFERENCE, _LARGEST_DIFFERENCE)
         ratios = difference.exp()
-        loss = found.loss.detach()
-        kl, compared = torch.zeros_like(loss), torch.zeros_like(loss)
+        nought = torch.zeros((), device=pi.device)
+        kl, compared = nought, nought
         if batch.reference_logprobs is not None:
-            kl, compared = losses.k3_divergence(pi, batch.reference_logprobs[trained]).sum(), trained.sum()
+            kl, compared = losses.divergence(pi, batch.reference_logprobs[trained]).sum(), trained.sum()
         sums = (
-            loss,
             trained.sum(),
             entropies[trained].sum(),
             ratios.sum(),
             ratios.square().sum(),
             found.clipped[trained].sum(),
+            found.masked[trained].sum(),
             difference.abs().sum(),
-            losses.k3_divergence(mu, pi).sum(),
+            losses.divergence(mu, pi).sum(),
             lags.sum(),
             kl,
             compared,
+            *(found.parts.get(part, nought).detach() for part in PARTS),
         )
+        self._parts = tuple(part for part in PARTS if part in found.parts)
+        self._on_samples = found.on_samples
         self._sums += torch.stack([x.double() for x in sums])
         self._lags += torch.bincount(lags.long().clamp(0, _LAGS - 1), minlength=_LAGS)
         if pi.numel():
@@ -60,22 +69,28 @@ class Measures:
         total = dict(zip(_SUMS, self._sums.tolist(), strict=True))
         largest = dict(zip(_MAXIMA, self._maxima.tolist(), strict=True))
         count = max(total["tokens"], 1.0)
-        by_lag = {f"{names.LAG_COUNT_PREFIX}{lag}": tokens for lag, tokens in enumerate(self._lags.tolist()) if tokens}
-        kl = {"train/kl": total["kl"] / total["compared"]} if total["compared"] else {}  # of tokens that a reference has judged
-        return {
-            names.LOSS: total["loss"],
+        found = {
+            names.LOSS: sum(total[part] for part in PARTS),
+            **{f"{names.LOSS_PART_PREFIX}{part}": total[part] for part in self._parts},
             names.TOKENS: total["tokens"],
             names.ENTROPY: total["entropy"] / count,
+        }
+        if total["compared"]:  # tokens that a reference has judged
+            found["train/kl"] = total["kl"] / total["compared"]
+        if not self._on_samples:
+            return found
+        return {
+            **found,
             names.ESS: losses.effective_sample_size(total["ratio"], total["ratio_square"], count),
             names.LAG_MEAN: total["lag"] / count,
             names.LAG_MAX: largest["lag"],
             "train/ratio_mean": total["ratio"] / count,
             "train/ratio_max": largest["ratio"],
             "train/clip_fraction": total["clipped"] / count,
+            "train/mask_fraction": total["masked"] / count,
             # How far trainer and sampler are apart on the sampled tokens (lag included).
             "train/mismatch_mean": total["difference"] / count,
             "train/mismatch_max": largest["difference"],
             "train/mismatch_k3": total["k3"] / count,
-            **kl,
-            **by_lag,
+            **{f"{names.LAG_COUNT_PREFIX}{lag}": tokens for lag, tokens in enumerate(self._lags.tolist()) if tokens},
         }

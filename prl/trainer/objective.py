@@ -3,20 +3,27 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from prl.streams.records import StepFacts
 from prl.trainer import losses
 from prl.trainer.batch import Batch
-from prl.trainer.options import TrainOptions
+from prl.trainer.losses import PolicyLoss, weighted_sum
+from prl.trainer.options import TrainOptions, loss_setting
+
+PARTS = ("policy", "ratio_penalty", "entropy", "kl")
+"""What a loss may be made of."""
 
 
 @dataclass(frozen=True)
 class Objective:
     """A micro-batch's share of the step's loss."""
 
-    parts: Mapping[str, Tensor]  # scalars, which add up to it
-    clipped: Tensor  # [T] bool: tokens whose ratio the loss has limited; also any without weight
+    parts: Mapping[str, Tensor]  # scalars by their names in PARTS, which add up to the loss
+    clipped: Tensor  # [T] bool: tokens that a bound of the loss limits
+    masked: Tensor  # [T] bool: tokens that a mask keeps from training
+    on_samples: bool = True  # the answers are the samplers', so that ratios to their log-probs mean something
 
     @property
     def loss(self) -> Tensor:
@@ -27,29 +34,86 @@ class Objective:
 def objective(batch: Batch, logprobs: Tensor, entropies: Tensor, facts: StepFacts, options: TrainOptions) -> Objective:
     """Of log-probabilities and entropies [T] of the trained model. Raises ValueError where the options ask for what the
     micro-batch lacks."""
-    denominator = facts.denominator
-    ratios = losses.importance_ratios(logprobs, batch.old_logprobs, batch.weights)
-    parts = {}
-    if options.loss == "ppo":
-        parts["policy"] = losses.ppo_loss(
-            ratios, batch.advantages, batch.weights, denominator, clip_low=options.clip_low, clip_high=options.clip_high
-        )
-        up, down = batch.advantages > 0, batch.advantages < 0
-        clipped = (up & (ratios > 1 + options.clip_high)) | (down & (ratios < 1 - options.clip_low))
-    else:
-        parts["policy"] = losses.reinforce_loss(
-            logprobs, ratios, batch.advantages, batch.weights, denominator, truncate=options.truncate
-        )
-        clipped = ratios > options.truncate
-    if options.entropy_coefficient:
-        parts["entropy"] = losses.entropy_loss(entropies, batch.weights, denominator, coefficient=options.entropy_coefficient)
-    if options.kl_coefficient:
-        if batch.reference_logprobs is None:
-            raise ValueError(
-                f"train.kl_coefficient = {options.kl_coefficient}: the step file carries no log-probs of a reference, and "
-                f"there is none to compute them; set train.reference: initial"
+    weights = batch.weights
+    log_ratios = losses.log_ratios(logprobs, batch.old_logprobs, weights)
+    kl_coefficient, entropy_coefficient = coefficients(options, facts.step)
+    parts, advantages = {}, batch.advantages
+    if kl_coefficient:
+        estimator = options.kl_estimator or ("k1" if options.kl_place == "reward" else "k3")
+        divergences = losses.divergence(logprobs, _reference(batch, kl_coefficient), estimator)
+        if options.kl_place == "reward":
+            advantages = losses.less_divergence(
+                advantages, divergences, weights, batch.sequence_numbers, coefficient=kl_coefficient
             )
-        parts["kl"] = losses.kl_loss(
-            logprobs, batch.reference_logprobs, batch.weights, denominator, coefficient=options.kl_coefficient
+        else:
+            parts["kl"] = kl_coefficient * weighted_sum(divergences, weights, facts.denominator)
+    if entropy_coefficient:
+        bonus = losses.entropy_bonus(entropies)
+        parts["entropy"] = entropy_coefficient * weighted_sum(bonus, weights, facts.denominator)
+
+    policy = _policy_loss(batch, logprobs, log_ratios, advantages, options)
+    masked = _masked(batch, log_ratios.detach(), options)
+    values = torch.where(masked, torch.zeros_like(policy.values), policy.values)
+    parts["policy"] = weighted_sum(values, weights, facts.denominator)
+    if options.loss == "dppo_tv":
+        penalty = weighted_sum(losses.ratio_penalty(log_ratios), weights, facts.denominator)
+        parts["ratio_penalty"] = loss_setting(options, "ratio_penalty") * penalty
+    return Objective(parts, policy.clipped, masked, on_samples=options.loss != "sft")
+
+
+def coefficients(options: TrainOptions, step: int) -> tuple[float, float]:
+    """Of the divergence from the reference and of the entropy bonus, in step `step`."""
+    steps = options.coefficient_steps
+    return (
+        losses.coefficient(options.kl_coefficient, options.kl_coefficient_end, steps, step),
+        losses.coefficient(options.entropy_coefficient, options.entropy_coefficient_end, steps, step),
+    )
+
+
+def _policy_loss(batch: Batch, logprobs: Tensor, log_ratios: Tensor, advantages: Tensor, options: TrainOptions) -> PolicyLoss:
+    if options.loss == "sft":
+        return losses.sft(logprobs)
+    if options.loss == "reinforce":
+        return losses.reinforce(logprobs, log_ratios, advantages, truncate=loss_setting(options, "truncate"))
+    low, high = loss_setting(options, "clip_low"), loss_setting(options, "clip_high")
+    if options.loss == "ppo":
+        return losses.ppo(log_ratios, advantages, clip_low=low, clip_high=high)
+    if options.loss == "cispo":
+        return losses.cispo(logprobs, log_ratios, advantages, clip_low=low, clip_high=high)
+    if options.loss == "gspo":
+        return losses.gspo(log_ratios, advantages, batch.weights, batch.sequence_numbers, clip_low=low, clip_high=high)
+    if options.loss == "dppo_tv":
+        return losses.dppo_tv(logprobs, batch.old_logprobs, log_ratios, advantages, clip_low=low, clip_high=high)
+    return losses.decoupled_ppo(
+        logprobs,
+        batch.old_logprobs,
+        losses.interpolated_proximal(logprobs, log_ratios, batch.lags),
+        advantages,
+        batch.weights,
+        clip_low=low,
+        clip_high=high,
+        truncate=loss_setting(options, "truncate"),
+    )
+
+
+def _masked(batch: Batch, log_ratios: Tensor, options: TrainOptions) -> Tensor:
+    tokens = losses.outside_tokens(log_ratios, low=options.token_mask_low, high=options.token_mask_high)
+    if options.sequence_mask_low is None and options.sequence_mask_high is None:
+        return tokens
+    sequences = losses.outside_sequences(
+        log_ratios,
+        batch.weights,
+        batch.sequence_numbers,
+        low=options.sequence_mask_low,
+        high=options.sequence_mask_high,
+    )
+    return tokens | sequences
+
+
+def _reference(batch: Batch, kl_coefficient: float) -> Tensor:
+    if batch.reference_logprobs is None:
+        raise ValueError(
+            f"train.kl_coefficient: the divergence weighs {kl_coefficient:g} in this step, but the step file carries no "
+            f"log-probs of a reference, and there is none to compute them; set train.reference: initial"
         )
-    return Objective(parts, clipped)
+    return batch.reference_logprobs

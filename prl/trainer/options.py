@@ -1,5 +1,6 @@
 """Options of the model and of its training."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -61,16 +62,61 @@ class TrainOptions:
     weight_decay: Annotated[float, "AdamW's weight decay", AtLeast(0)] = 0.0
     clip_grad: Annotated[float, "largest global gradient norm; 0: no clipping", AtLeast(0)] = 1.0
     loss: Annotated[
-        Literal["ppo", "reinforce"],
-        "ppo: clipped ratio; reinforce: truncated importance weights on REINFORCE",
+        Literal["ppo", "reinforce", "gspo", "cispo", "dppo_tv", "decoupled_ppo", "sft"],
+        "ppo: clipped ratio; reinforce: truncated importance weights on REINFORCE; gspo: clipped ratio of the whole sequence; "
+        "cispo: importance weights bounded on both sides on REINFORCE; dppo_tv: tokens whose probability has moved too far are "
+        "left out; decoupled_ppo: clipped ratio to a recent policy, truncated importance weight from there to the sampler's; "
+        "sft: cross-entropy of the answers, whatever their rewards",
     ] = "ppo"
-    clip_low: Annotated[float, "ppo: lower clip distance of the ratio from 1", AtLeast(0), AtMost(1)] = 0.2
-    clip_high: Annotated[float, "ppo: upper clip distance of the ratio from 1", AtLeast(0)] = 0.2
-    truncate: Annotated[float, "largest importance weight (reinforce)", Above(0)] = 5.0
+    clip_low: Annotated[
+        float | None,
+        "lower clip distance of the ratio from 1 (dppo_tv: of the probability from the sampler's); null: ppo, decoupled_ppo "
+        "and dppo_tv 0.2, gspo 3e-4, cispo 1",
+        AtLeast(0),
+        AtMost(1),
+    ] = None
+    clip_high: Annotated[
+        float | None,
+        "upper clip distance, likewise; null: ppo, decoupled_ppo and dppo_tv 0.2, gspo 4e-4, cispo 4",
+        AtLeast(0),
+    ] = None
+    truncate: Annotated[float | None, "largest importance weight (reinforce, decoupled_ppo); null: 5", Above(0)] = None
+    ratio_penalty: Annotated[float | None, "weight of the squared log ratio (dppo_tv); null: 1e-3", AtLeast(0)] = None
+    token_mask_low: Annotated[
+        float | None, "tokens with a smaller ratio of trainer to sampler do not train; null: no such bound", AtLeast(0)
+    ] = None
+    token_mask_high: Annotated[
+        float | None, "tokens with a larger ratio of trainer to sampler do not train; null: no such bound", Above(0)
+    ] = None
+    sequence_mask_low: Annotated[
+        float | None, "sequences with a smaller geometric mean of the ratios do not train; null: no such bound", AtLeast(0)
+    ] = None
+    sequence_mask_high: Annotated[
+        float | None, "sequences with a larger geometric mean of the ratios do not train; null: no such bound", Above(0)
+    ] = None
     entropy_coefficient: Annotated[float, "weight of the entropy bonus", AtLeast(0)] = 0.0
+    entropy_coefficient_end: Annotated[
+        float | None, "weight of the entropy bonus after coefficient_steps; null: it stays", AtLeast(0)
+    ] = None
     kl_coefficient: Annotated[
-        float, "weight of the divergence (k3) from the reference in the loss; above 0 it needs reference: initial", AtLeast(0)
+        float, "weight of the divergence from the reference; above 0 it needs reference: initial", AtLeast(0)
     ] = 0.0
+    kl_coefficient_end: Annotated[
+        float | None, "weight of the divergence after coefficient_steps; null: it stays", AtLeast(0)
+    ] = None
+    kl_place: Annotated[
+        Literal["loss", "reward"],
+        "loss: the divergence of a token is part of its loss; reward: that from a token to the end of its sequence lowers the "
+        "token's advantage",
+    ] = "loss"
+    kl_estimator: Annotated[
+        Literal["k1", "k2", "k3"] | None,
+        "estimate of the divergence, with x the reference's log-prob less the trainer's: k1: -x; k2: x^2 / 2; k3: e^x - x - 1; "
+        "null: k3 in the loss, k1 in the reward",
+    ] = None
+    coefficient_steps: Annotated[
+        int | None, "steps over which the two weights above go to their ends on a straight line", AtLeast(1)
+    ] = None
     reference: Annotated[
         Literal["none", "initial"],
         "initial: measure the divergence from the initial policy, of which each trainer rank keeps a frozen copy (dtype's 2 or "
@@ -78,3 +124,22 @@ class TrainOptions:
     ] = "none"
     checkpoint_every_steps: Annotated[int, "steps between two checkpoints; 0: only the one at the end", AtLeast(0)] = 0
     recompute: Annotated[bool, "recompute activations in the backward pass instead of keeping them"] = False
+
+
+LOSS_SETTINGS: Mapping[str, Mapping[str, float]] = {
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2},
+    "reinforce": {"truncate": 5.0},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+    "dppo_tv": {"clip_low": 0.2, "clip_high": 0.2, "ratio_penalty": 1e-3},
+    "decoupled_ppo": {"clip_low": 0.2, "clip_high": 0.2, "truncate": 5.0},
+    "sft": {},
+}
+"""The options that are each loss's own, with what they are where they are not set."""
+
+
+def loss_setting(options: TrainOptions, name: str) -> float:
+    """An option of the chosen loss. Raises KeyError for one that it has not."""
+    default = LOSS_SETTINGS[options.loss][name]
+    value: float | None = getattr(options, name)
+    return default if value is None else value
