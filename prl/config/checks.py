@@ -10,8 +10,8 @@ from typing import Any
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError, model_config, new_model_config, read_model_config
 from prl.config.load import ConfigError, out_of_bounds, replace
-from prl.config.machine import free_memory_bytes, machine_problems
 from prl.config.loss_checks import loss_problems, loss_warnings
+from prl.config.machine import free_memory_bytes, machine_problems
 from prl.config.schema import Config
 
 NAME_CHARACTERS = 100
@@ -87,10 +87,9 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     problems += _run(config)
     problems += _sbatch(config)
     problems += _parts(config)
+    problems += loss_problems(config)
     problems += _engine_args(config)
     problems += _domains(config)
-    problems += loss_problems(config)
-    problems += layout_problems(config.train, model)
     if model is not None:
         problems += _fit(config, model)
     if not resume:
@@ -233,7 +232,9 @@ def _run(config: Config) -> Iterator[str]:
 
 
 def _parts(config: Config) -> Iterator[str]:
-    sample, actor, control = config.sample, config.actor, config.control
+    train, sample, actor, control = config.train, config.sample, config.actor, config.control
+    if train.sequence_parallel and train.tensor_parallel == 1:
+        yield "train.sequence_parallel = true: needs train.tensor_parallel above 1; switch it off"
     if not config.cluster.gpus_per_node and sample.kv_cache_mib is None:
         yield "sample.kv_cache_mib = null: without accelerators the KV cache needs a size in MiB, e.g. 256"
     if actor.max_tokens >= sample.max_model_len:
