@@ -13,10 +13,13 @@ class ClusterOptions:
     train_nodes: Annotated[int, "nodes of the component that trains; the others sample", AtLeast(1)] = 1
     train_devices: Annotated[
         int | None,
-        "with one node: accelerators (without any: processes) that train; null: what tensor parallelism needs",
+        "with one node: accelerators (without any: processes) that train; null: as many as one model is shared by",
         AtLeast(1),
     ] = None
     gpus_per_node: Annotated[int, "accelerators a node; 0: train and sample on CPUs (gloo)", AtLeast(0)] = 0
+    gpu_memory_gib: Annotated[
+        float | None, "memory of an accelerator in GiB, which a trainer rank must fit; null: not checked", Above(0)
+    ] = None
     replicas_per_node: Annotated[int | None, "samplers a node; null: as many as the devices allow, 1 on CPUs", AtLeast(1)] = (
         None
     )

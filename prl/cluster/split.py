@@ -4,9 +4,11 @@ Three kinds of run: `local` (this machine, no Slurm), `plain` (one node under Sl
 between the roles) and `het` (a heterogeneous Slurm job: component 0 trains, component 1 samples).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from prl.config.layout import Layout, layout_of
 from prl.config.load import ConfigError
 from prl.config.schema import Config
 
@@ -35,7 +37,7 @@ class Split:
     kind: Kind
     components: tuple[Component, ...]
     gpus_per_node: int
-    tensor_parallel: int
+    layout: Layout
     sample_tensor_parallel: int
 
     @property
@@ -49,7 +51,7 @@ class Split:
 
     @property
     def data_parallel(self) -> int:
-        return self.world_size // self.tensor_parallel
+        return self.world_size // self.layout.model_ranks
 
     @property
     def replicas(self) -> int:
@@ -72,8 +74,8 @@ class Split:
                 parts.append(_count(share.replicas, "sampler") + on)
             lines.append(f"  {component.name:<7}{nodes}, each: {'; '.join(parts)}")
         lines.append(
-            f"  in all {_count(self.world_size, 'trainer rank')} (tensor parallel {self.tensor_parallel} x data parallel "
-            f"{self.data_parallel}), {_count(self.replicas, 'sampler')} (tensor parallel {self.sample_tensor_parallel})"
+            f"  in all {_count(self.world_size, 'trainer rank')} ({self.layout.describe(self.world_size)}), "
+            f"{_count(self.replicas, 'sampler')} (tensor parallel {self.sample_tensor_parallel})"
         )
         return "\n".join(lines)
 
@@ -84,8 +86,9 @@ def make_split(config: Config, nodes: int | None = None) -> Split:
     nodes = config.cluster.nodes if nodes is None else nodes
     if nodes is not None and nodes < 1:
         raise ConfigError(f"cluster.nodes = {nodes}: a Slurm job needs at least 1 node; null runs on this machine")
-    if config.train.tensor_parallel < 1 or config.sample.tensor_parallel < 1:
-        raise ConfigError("train.tensor_parallel and sample.tensor_parallel must be at least 1")
+    layout = layout_of(config.train)
+    if min(layout.tensor, layout.pipeline, layout.context, layout.expert, config.sample.tensor_parallel) < 1:
+        raise ConfigError("train.tensor_parallel, all other train.*_parallel and sample.tensor_parallel must be at least 1")
     if config.cluster.gpus_per_node < 0:
         raise ConfigError(f"cluster.gpus_per_node = {config.cluster.gpus_per_node}: write 0 for a run without accelerators")
     split = _split_by_device(config, nodes) if nodes is None or nodes == 1 else _split_by_node(config, nodes)
@@ -94,24 +97,22 @@ def make_split(config: Config, nodes: int | None = None) -> Split:
 
 
 def _split_by_device(config: Config, nodes: int | None) -> Split:
-    cluster, tensor_parallel = config.cluster, config.train.tensor_parallel
+    cluster, unit = config.cluster, layout_of(config.train).unit
     if cluster.train_nodes != 1:
         raise ConfigError(
             f"cluster.train_nodes = {cluster.train_nodes}: with one node all roles share it; set it to 1, or ask for at least "
             f"{cluster.train_nodes + 1} nodes"
         )
-    ranks = tensor_parallel if cluster.train_devices is None else cluster.train_devices
-    if ranks < 1 or ranks % tensor_parallel:
-        raise _not_a_multiple(ranks, tensor_parallel)
+    ranks = unit if cluster.train_devices is None else cluster.train_devices
+    if ranks < 1 or ranks % unit:
+        raise _not_a_multiple(ranks, 1, config)
     gpus = cluster.gpus_per_node
     if gpus and config.run.replay and ranks > gpus:
-        raise ConfigError(
-            f"cluster.gpus_per_node = {gpus}: {ranks} to train; lower train.tensor_parallel or cluster.train_devices"
-        )
+        raise ConfigError(f"cluster.gpus_per_node = {gpus}: {ranks} to train; lower {_widths(config)} or cluster.train_devices")
     if gpus and not config.run.replay and ranks + config.sample.tensor_parallel > gpus:
         raise ConfigError(
             f"cluster.gpus_per_node = {gpus}: {ranks} to train and {config.sample.tensor_parallel} for one sampler "
-            f"(sample.tensor_parallel) do not fit on one node; lower train.tensor_parallel, cluster.train_devices or "
+            f"(sample.tensor_parallel) do not fit on one node; lower {_widths(config)}, cluster.train_devices or "
             f"sample.tensor_parallel, or ask for 2 nodes"
         )
     trainer_devices = tuple(range(ranks)) if gpus else ()
@@ -123,16 +124,16 @@ def _split_by_device(config: Config, nodes: int | None) -> Split:
 def _split_by_node(config: Config, nodes: int) -> Split:
     if config.run.replay:
         raise ConfigError(f"cluster.nodes = {nodes}: a replay needs no samplers and runs on one node; set it to 1 or null")
-    cluster, tensor_parallel, gpus = config.cluster, config.train.tensor_parallel, config.cluster.gpus_per_node
+    cluster, layout, gpus = config.cluster, layout_of(config.train), config.cluster.gpus_per_node
     if not 1 <= cluster.train_nodes < nodes:
         raise ConfigError(
             f"cluster.train_nodes = {cluster.train_nodes}: of {nodes} nodes at least 1 must train and at least 1 must sample; "
             f"set it to 1 ... {nodes - 1}, or ask for at least {max(cluster.train_nodes, 1) + 1} nodes"
         )
     if gpus:
-        if tensor_parallel > gpus or gpus % tensor_parallel:
+        if layout.tensor > gpus or gpus % layout.tensor:
             raise ConfigError(
-                f"train.tensor_parallel = {tensor_parallel}: must divide cluster.gpus_per_node = {gpus} (a tensor-parallel "
+                f"train.tensor_parallel = {layout.tensor}: must divide cluster.gpus_per_node = {gpus} (a tensor-parallel "
                 f"group stays within a node)"
             )
         if cluster.train_devices not in (None, gpus):
@@ -141,10 +142,14 @@ def _split_by_node(config: Config, nodes: int) -> Split:
                 f"{gpus} accelerators; leave it null"
             )
         ranks = gpus
+    elif cluster.train_devices is None:  # the fewest that all nodes together can make use of
+        ranks = math.lcm(layout.tensor, layout.unit // math.gcd(layout.unit, cluster.train_nodes))
     else:
-        ranks = tensor_parallel if cluster.train_devices is None else cluster.train_devices
-        if ranks < 1 or ranks % tensor_parallel:
-            raise _not_a_multiple(ranks, tensor_parallel)
+        ranks = cluster.train_devices
+        if ranks < 1 or ranks % layout.tensor:
+            raise _not_a_multiple(ranks, cluster.train_nodes, config)
+    if cluster.train_nodes * ranks % layout.unit:
+        raise _not_a_multiple(ranks, cluster.train_nodes, config)
     replica_devices = _replica_devices(config, first=0)
     train = NodeShare(ranks, tuple(range(ranks)) if gpus else (), 0, ())
     sample = NodeShare(0, (), len(replica_devices), replica_devices)
@@ -168,8 +173,21 @@ def _replica_devices(config: Config, first: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(first + k * width, first + (k + 1) * width)) for k in range(wanted or possible))
 
 
-def _not_a_multiple(ranks: int, tensor_parallel: int) -> ConfigError:
-    return ConfigError(f"cluster.train_devices = {ranks}: must be a multiple of train.tensor_parallel = {tensor_parallel}")
+def _not_a_multiple(ranks: int, nodes: int, config: Config) -> ConfigError:
+    layout = layout_of(config.train)
+    if nodes > 1 or config.cluster.train_devices is None:
+        return ConfigError(
+            f"cluster.train_nodes = {nodes}: {nodes * ranks} trainer ranks, {ranks} a node, must be a multiple of "
+            f"{layout.unit}, to be shared by {_widths(config)}; take more or fewer nodes, or lower one of these"
+        )
+    return ConfigError(f"cluster.train_devices = {ranks}: must be a multiple of {_widths(config)} = {layout.unit}")
+
+
+def _widths(config: Config) -> str:
+    """The options that say how many ranks share a model, as far as they do."""
+    names = ("tensor", "pipeline", "context", "expert")
+    used = [f"train.{name}_parallel" for name in names if name == "tensor" or getattr(config.train, f"{name}_parallel") > 1]
+    return " x ".join(used)
 
 
 def _check_enough_work(config: Config, split: Split) -> None:
@@ -192,7 +210,7 @@ def _check_enough_work(config: Config, split: Split) -> None:
 
 
 def _result(config: Config, kind: Kind, components: tuple[Component, ...]) -> Split:
-    return Split(kind, components, config.cluster.gpus_per_node, config.train.tensor_parallel, config.sample.tensor_parallel)
+    return Split(kind, components, config.cluster.gpus_per_node, layout_of(config.train), config.sample.tensor_parallel)
 
 
 def _span(devices: tuple[int, ...]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError, model_config, new_model_config, read_model_config
+from prl.config.layout import layout_problems, tensor_misfit
 from prl.config.load import ConfigError, out_of_bounds, replace
 from prl.config.loss_checks import loss_problems, loss_warnings
 from prl.config.machine import free_memory_bytes, machine_problems
@@ -44,7 +45,8 @@ LIMITS = {  # of every whole number: far above what any run needs, and below wha
     10**6: "run.steps_per_generation run.groups_per_step run.rollouts_per_group run.min_rollouts_per_group "
     "run.stop_after_evaluations model.hidden_size sample.max_num_seqs actor.max_groups actor.lease_groups streams.roll_groups",
     10**5: "model.layers model.heads model.kv_heads model.head_dim cluster.nodes cluster.train_nodes cluster.cpus_per_node",
-    10**4: "train.tensor_parallel train.threads sample.tensor_parallel sample.threads actor.processes actor.rollout_tries "
+    10**4: "train.tensor_parallel train.pipeline_parallel train.virtual_pipeline train.context_parallel train.expert_parallel "
+    "train.threads sample.tensor_parallel sample.threads actor.processes actor.rollout_tries "
     "verifier.processes preprocess.processes cluster.train_devices cluster.gpus_per_node cluster.replicas_per_node",
     2**24: "run.max_waiting_mib sample.kv_cache_mib verifier.memory_mib preprocess.memory_mib streams.redis.max_mib",  # 16 TiB
     2**17: "weights.bucket_mib streams.roll_mib streams.queue_mib",  # 128 GiB, in one piece
@@ -88,6 +90,7 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     problems += _sbatch(config)
     problems += _parts(config)
     problems += loss_problems(config)
+    problems += layout_problems(config.train, model)
     problems += _engine_args(config)
     problems += _domains(config)
     if model is not None:
@@ -99,6 +102,11 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     if problems:
         raise ConfigError("\n".join(problems))
     return _warnings(config)
+
+
+def model_of(config: Config) -> ModelConfig | None:
+    """The model that a configuration names; None where it cannot be known or trained."""
+    return _model(config)[0]
 
 
 def is_path_key(key: str) -> bool:
@@ -169,30 +177,15 @@ def _fit(config: Config, model: ModelConfig) -> Iterator[str]:
         ("train.tensor_parallel", config.train.tensor_parallel),
         ("sample.tensor_parallel", config.sample.tensor_parallel),
     ):
-        misfit = _misfit(model, width)
+        misfit = tensor_misfit(model, width)
         if misfit:
-            fitting = [str(n) for n in range(1, model.heads + 1) if not _misfit(model, n)]
+            fitting = [str(n) for n in range(1, model.heads + 1) if not tensor_misfit(model, n)]
             yield f"{key} = {width}: {misfit}; choose one of {', '.join(fitting)}"
     if config.sample.max_model_len > model.max_positions:
         yield (
             f"sample.max_model_len = {config.sample.max_model_len}: the model has {model.max_positions} positions; lower it to "
             f"that"
         )
-
-
-def _misfit(model: ModelConfig, width: int) -> str:
-    """Why `width` tensor-parallel ranks cannot divide the model; empty where they can. A vocabulary is padded instead, and
-    fewer key-value heads than ranks are shared by ranks that divide evenly among them."""
-    if model.heads % width:
-        return f"does not divide the model's {model.heads} query heads"
-    if model.kv_heads % width and width % model.kv_heads:
-        return f"neither divides the model's {model.kv_heads} key-value heads nor is a multiple of them"
-    rows = (model.heads + 2 * model.kv_heads) * model.head_dim
-    if rows % width:
-        return f"does not divide the model's {rows} rows of queries, keys and values"
-    if model.ffn_size % width:
-        return f"does not divide the model's feed-forward width of {model.ffn_size}"
-    return ""
 
 
 def _run(config: Config) -> Iterator[str]:
@@ -232,9 +225,7 @@ def _run(config: Config) -> Iterator[str]:
 
 
 def _parts(config: Config) -> Iterator[str]:
-    train, sample, actor, control = config.train, config.sample, config.actor, config.control
-    if train.sequence_parallel and train.tensor_parallel == 1:
-        yield "train.sequence_parallel = true: needs train.tensor_parallel above 1; switch it off"
+    sample, actor, control = config.sample, config.actor, config.control
     if not config.cluster.gpus_per_node and sample.kv_cache_mib is None:
         yield "sample.kv_cache_mib = null: without accelerators the KV cache needs a size in MiB, e.g. 256"
     if actor.max_tokens >= sample.max_model_len:

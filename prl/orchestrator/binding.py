@@ -24,6 +24,7 @@ class Plan:
     attempt: int
     nodes: tuple[Mapping[str, Any], ...]  # name, address and component of each node, in the order of the tasks
     children: tuple[ChildPlan, ...]
+    data_parallel: int  # ranks, or groups of ranks, among which the micro-batches of a step are dealt
 
     def on_node(self, node: int) -> list[ChildPlan]:
         return [child for child in self.children if child.node == node]
@@ -72,7 +73,7 @@ def bind(config: Config, split: Split, allocation: Allocation, attempt: int, mas
         children.append(ChildPlan("preprocess", 0, 0, (), _devices((), 1)))
     if not config.run.replay:
         children += _around_samplers(config, sampling)
-    return Plan(attempt, tuple(nodes), tuple(children))
+    return Plan(attempt, tuple(nodes), tuple(children), split.data_parallel)
 
 
 def _around_samplers(config: Config, sampling: Sequence[int]) -> list[ChildPlan]:

@@ -30,6 +30,27 @@ def test_more_training_processes_than_tensor_parallel_are_data_parallel():
     assert (split.world_size, split.data_parallel, split.replicas) == (4, 2, 2)
 
 
+def test_a_model_is_shared_by_tensor_pipeline_and_expert_ranks():
+    """As many processes as one model needs, where no number is given; the rest is data parallelism."""
+    split = make_split(config(train__tensor_parallel=2, train__pipeline_parallel=2))
+    assert (split.world_size, split.data_parallel) == (4, 1)
+    split = make_split(config(train__pipeline_parallel=2, cluster__train_devices=6))
+    assert (split.world_size, split.data_parallel) == (6, 3)
+    split = make_split(config(train__tensor_parallel=2, train__expert_parallel=4))
+    assert (split.world_size, split.data_parallel) == (4, 2)
+    assert "4 trainer ranks (tensor parallel 2 x data parallel 2, expert parallel 4)" in split.describe()
+
+
+def test_pipeline_stages_may_lie_on_several_nodes():
+    keys = {"cluster__gpus_per_node": 4, "train__tensor_parallel": 4, "train__pipeline_parallel": 2}
+    split = make_split(config(**keys, cluster__train_nodes=4), nodes=6)
+    assert (split.world_size, split.data_parallel) == (16, 2)
+    with pytest.raises(ConfigError, match=r"train_nodes = 3: 12 trainer ranks, 4 a node, must be a multiple of 8.*pipeline"):
+        make_split(config(**keys, cluster__train_nodes=3), nodes=6)
+    stages = config(train__tensor_parallel=2, train__pipeline_parallel=2, cluster__train_nodes=2)
+    assert [c.node.trainer_ranks for c in make_split(stages, nodes=3).components] == [2, 0]  # on CPUs a stage a node
+
+
 def test_one_node_of_eight_accelerators_is_divided_by_device():
     split = make_split(config(cluster__gpus_per_node=8, train__tensor_parallel=4, sample__tensor_parallel=2), nodes=1)
     assert split.kind == "plain"
@@ -81,6 +102,11 @@ def test_three_nodes_without_accelerators():
         (2, {"cluster__gpus_per_node": 4, "cluster__train_devices": 2}, "cluster.train_devices = 2.*leave it null"),
         (1, {"cluster__gpus_per_node": 4, "cluster__replicas_per_node": 4}, "room for 3 samplers.*not for 4"),
         (None, {"train__tensor_parallel": 2, "cluster__train_devices": 3}, "train_devices = 3: must be a multiple of.*= 2"),
+        (
+            None,
+            {"train__tensor_parallel": 2, "train__pipeline_parallel": 2, "cluster__train_devices": 6},
+            "train_devices = 6: must be a multiple of train.tensor_parallel x train.pipeline_parallel = 4",
+        ),
         (None, {"cluster__replicas_per_node": 0}, "replicas_per_node = 0"),
         (None, {"train__tensor_parallel": 0}, "must be at least 1"),
         (30, {"run__groups_per_step": 4}, r"30 nodes hold 29 samplers.*at most 20 groups.*run.max_lag \+ 1"),

@@ -42,9 +42,8 @@ class World:
     def __init__(self, folder: Path, order: str, **options) -> None:
         self.run = RunFolder(folder)
         self.run.create()
-        trainer = {"role": "trainer", "index": 0}
         self.run.attempt(1).mkdir()
-        self.run.plan(1).write_text(json.dumps({"children": [trainer, {"role": "actor", "index": 0}]}))
+        self.run.plan(1).write_text(json.dumps({"data_parallel": 1}))
         self.config = Config(
             run=RunOptions(name="run", steps=STEPS, groups_per_step=2, rollouts_per_group=2, max_lag=1, order=order),
             preprocess=PreprocessOptions(pack_tokens=16, drop_equal_groups=True, **options),
