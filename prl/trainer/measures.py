@@ -11,7 +11,7 @@ from prl.trainer.objective import PARTS, Objective
 
 _SUMS = (
     *("tokens", "entropy", "ratio", "ratio_square", "clipped", "masked", "difference", "k3", "lag", "kl", "compared"),
-    *PARTS,
+    *(f"loss_{part}" for part in PARTS),
 )
 _MAXIMA = ("ratio", "difference", "lag")
 _LARGEST_DIFFERENCE = 300.0  # of log-probs, so that the square of a ratio is finite in float64
@@ -70,8 +70,8 @@ class Measures:
         largest = dict(zip(_MAXIMA, self._maxima.tolist(), strict=True))
         count = max(total["tokens"], 1.0)
         found = {
-            names.LOSS: sum(total[part] for part in PARTS),
-            **{f"{names.LOSS_PART_PREFIX}{part}": total[part] for part in self._parts},
+            names.LOSS: sum(total[f"loss_{part}"] for part in PARTS),
+            **{f"{names.LOSS_PART_PREFIX}{part}": total[f"loss_{part}"] for part in self._parts},
             names.TOKENS: total["tokens"],
             names.ENTROPY: total["entropy"] / count,
         }

@@ -87,6 +87,13 @@ def test_sample_weights_make_every_rollout_count_the_same():
     assert step.facts.trained_tokens == 7
 
 
+def test_a_fixed_denominator_counts_every_rollout_of_the_groups():
+    options = replace(OPTIONS, denominator_tokens=50, mask_cut=True)
+    made = group(([turn([1], [11, 12])], 1.0), ([turn([1], [13])], 0.0), ([turn([1], [14, 15], finish="length")], 0.0))
+    step = build_step([prepare(made, options)], MOMENT, options, 1)
+    assert (step.facts.denominator, step.facts.samples) == (150.0, 2)
+
+
 def test_turns_that_continue_are_one_sequence():
     first = turn([1, 2], [11, 12], ((2, None),))
     second = turn([1, 2, 11, 12, 3], [13], ((4, None),))

@@ -1,0 +1,71 @@
+"""Options of the loss that contradict each other, or would have no effect."""
+
+import pytest
+
+from prl.config.load import replace
+from prl.config.loss_checks import loss_problems, loss_warnings
+from prl.config.schema import Config
+from prl.trainer.options import LOSS_SETTINGS, TrainOptions, loss_setting
+
+KL = {"kl_coefficient": 0.1, "reference": "initial"}
+
+
+def problems(train, **sections):
+    return list(loss_problems(replace(Config(), train=train, **sections)))
+
+
+@pytest.mark.parametrize("loss", LOSS_SETTINGS)
+def test_every_loss_runs_with_its_defaults_and_with_its_own_options(loss):
+    assert problems({"loss": loss}) == []
+    assert problems({"loss": loss, **LOSS_SETTINGS[loss]}) == []
+
+
+def test_defaults_are_each_losses_own():
+    assert loss_setting(TrainOptions(loss="gspo"), "clip_low") == 3e-4
+    assert loss_setting(TrainOptions(loss="gspo", clip_low=0.0), "clip_low") == 0.0
+    with pytest.raises(KeyError):
+        loss_setting(TrainOptions(loss="ppo"), "truncate")
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"truncate": 5.0}, "train.truncate = 5.0: train.loss = ppo does not use it, but reinforce, decoupled_ppo; set null"),
+        ({"loss": "reinforce", "clip_low": 0.2}, "train.clip_low = 0.2: train.loss = reinforce does not use it"),
+        ({"loss": "cispo", "ratio_penalty": 0.0}, "train.ratio_penalty = 0.0: train.loss = cispo does not use it, but dppo_tv"),
+        ({"loss": "sft", "token_mask_low": 0.5}, "train.token_mask_low = 0.5: train.loss = sft has no ratios to mask by"),
+        ({"loss": "sft", "kl_place": "reward", **KL}, "train.kl_place = reward: train.loss = sft uses no rewards"),
+        ({"token_mask_low": 2.0, "token_mask_high": 1.0}, "train.token_mask_low = 2.0: is above train.token_mask_high = 1.0"),
+        ({"sequence_mask_low": 2.0, "sequence_mask_high": 1.0}, "train.sequence_mask_low = 2.0: is above"),
+        ({"kl_coefficient": 0.1}, "train.kl_coefficient = 0.1: the KL term needs a reference; set train.reference: initial"),
+        (
+            {"kl_coefficient_end": 0.1, "coefficient_steps": 5},
+            "train.kl_coefficient_end = 0.1: the KL term needs a reference; set train.reference: initial",
+        ),
+        ({"kl_estimator": "k2"}, "train.kl_estimator = k2: has no effect without a train.kl_coefficient"),
+        ({"kl_place": "reward"}, "train.kl_place = reward: has no effect without a train.kl_coefficient"),
+        ({"entropy_coefficient_end": 0.0}, "train.entropy_coefficient_end = 0.0: over how many steps?"),
+        ({"coefficient_steps": 5}, "train.coefficient_steps = 5: no weight changes"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(train, words):
+    (line,) = problems(train)
+    assert line.startswith(words)
+
+
+def test_a_fixed_denominator_is_of_tokens():
+    fixed = {"denominator_tokens": 100}
+    assert problems({}, preprocess=fixed) == []
+    (line,) = problems({}, preprocess=fixed | {"token_weight": "sample"})
+    assert line.startswith("preprocess.denominator_tokens = 100: with token_weight: sample a rollout weighs 1")
+
+
+def test_what_is_allowed_but_hardly_meant_is_said():
+    def warnings(train):
+        return list(loss_warnings(replace(Config(), train=train)))
+
+    assert warnings({}) == warnings(KL) == warnings(KL | {"kl_estimator": "k1", "kl_place": "reward"}) == []
+    (line,) = warnings({"loss": "sft"})
+    assert line.startswith("train.loss = sft: answers train alike")
+    (line,) = warnings(KL | {"kl_estimator": "k1"})
+    assert line.startswith("train.kl_estimator = k1: in the loss its gradient is 0 in the mean")
