@@ -1,5 +1,6 @@
 """From numpy to Arrow and back without a Python list in between."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -37,10 +38,18 @@ def dictionary_array(values: Sequence[str]) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(indices), pa.array(list(codes), pa.string()))
 
 
-def list_views(column: pa.ListArray) -> tuple[Array, list[int]]:
-    """(values, offsets) of a list column: row i is values[offsets[i] : offsets[i + 1]]."""
+def list_views(column: pa.ListArray) -> list[Array]:
+    """Each row of a list column, as a view."""
     values: Array = column.values.to_numpy(zero_copy_only=True)
-    return values, column.offsets.to_numpy().tolist()
+    return [values[start:end] for start, end in itertools.pairwise(column.offsets.to_numpy().tolist())]
+
+
+def strings(column: pa.DictionaryArray, rows: Array | None = None) -> list[str]:
+    """The value of each row, or of some. Equal ones are one object: a long string costs its length once, however many rows
+    have it."""
+    values = column.dictionary.to_pylist()
+    indices = column.indices.to_numpy()
+    return [values[index] for index in (indices if rows is None else indices[rows]).tolist()]
 
 
 def has_nulls(array: pa.Array) -> bool:

@@ -44,7 +44,7 @@ class StreamFile:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    kind: str  # "rollouts", "step" or "ledger"
+    kind: str  # "rollouts" or "step"
     run: str
     attempt: int
     writer: str
@@ -164,15 +164,16 @@ def _read_checked(path: Path, size_bytes: int, checksum: str) -> pa.Buffer:
             raise StreamError(f"{path}: not a regular file")
         if found.st_size != size_bytes:
             raise StreamError(f"{path}: {found.st_size} bytes, announced were {size_bytes}: torn or not the file announced")
-        data = os.read(descriptor, size_bytes)
-        while len(data) < size_bytes and (more := os.read(descriptor, size_bytes - len(data))):
-            data += more
+        data = pa.allocate_buffer(size_bytes)  # Arrow's memory is used again, which costs less than new
+        rest = memoryview(data).cast("B")
+        while rest and (count := os.readv(descriptor, [rest])):
+            rest = rest[count:]
     finally:
         os.close(descriptor)
-    return check_bytes(data, size_bytes, checksum, path)
+    return check_bytes(data.slice(0, size_bytes - len(rest)), size_bytes, checksum, path)
 
 
-def check_bytes(data: bytes, size_bytes: int, checksum: str, where: object) -> pa.Buffer:
+def check_bytes(data: pa.Buffer | bytes, size_bytes: int, checksum: str, where: object) -> pa.Buffer:
     """The bytes, where they are those announced. Raises StreamError."""
     if len(data) != size_bytes:
         raise StreamError(f"{where}: {len(data)} bytes read, announced were {size_bytes}: torn")

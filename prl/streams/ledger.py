@@ -22,7 +22,7 @@ from prl.flow.events import EventKind, LedgerEvent
 from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
 from prl.runfolder.publish import storage, sync_folder, write_all
-from prl.streams.arrays import DICTIONARY, dictionary_array, has_nulls
+from prl.streams.arrays import DICTIONARY, dictionary_array, has_nulls, strings
 from prl.streams.files import StreamError
 from prl.streams.guard import check_stream
 
@@ -42,6 +42,7 @@ SCHEMA = pa.schema(
 )
 _FRAME = struct.Struct("<4sIII")  # magic, bytes of the payload, its crc32, crc32 of the three before
 _MAGIC = b"PRLL"
+_ROWS_AT_ONCE = 65536
 _KINDS = frozenset(get_args(EventKind))
 log = logging.getLogger(__name__)
 
@@ -95,8 +96,12 @@ def read_ledger(folder: Path) -> pa.Table:
 
 def ledger_events(table: pa.Table) -> Iterator[LedgerEvent]:
     """The rows as events."""
-    for batch in table.to_batches(max_chunksize=65536):
-        for row in zip(*(batch.column(name).to_pylist() for name in SCHEMA.names), strict=True):
+    column = {name: table.column(name).combine_chunks() for name in SCHEMA.names}
+    text = {name: strings(values) for name, values in column.items() if values.type == DICTIONARY}
+    for start in range(0, len(table), _ROWS_AT_ONCE):
+        end = start + _ROWS_AT_ONCE
+        rows = (text[n][start:end] if n in text else v[start:end].to_numpy().tolist() for n, v in column.items())
+        for row in zip(*rows, strict=True):
             epoch, problem, group, rollout, issue, kind, lineage, version_step, step, reason = row
             if kind not in _KINDS:
                 raise StreamError(f"the ledger speaks of {kind!r}, which is no event")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +12,10 @@ from prl.flow.versions import Version
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+NO_METRICS: Mapping[str, float] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(NamedTuple):
     """Output tokens [start, end) of a turn were sampled by `version`."""
 
     version: Version
@@ -22,8 +23,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """One request to a sampler and its answer. `logprobs` are the sampler's, of the sampled tokens, after temperature and
     top-p; `versions` cover all of `output_ids` without gaps."""
 
@@ -43,7 +43,7 @@ class Rollout:
 
     turns: tuple[Turn, ...]
     reward: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=lambda: NO_METRICS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,16 @@
 """The table of rollouts: one row a turn, one record batch a file."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from prl.flow.versions import Version
-from prl.streams.arrays import DICTIONARY, Array, dictionary_array, has_nulls, list_array, list_views, offsets_of
+from prl.streams.arrays import DICTIONARY, Array, dictionary_array, has_nulls, list_array, list_views, offsets_of, strings
 from prl.streams.files import Header, StreamError, encode_file
-from prl.streams.records import Group, Rollout, Turn, VersionSpan
+from prl.streams.records import NO_METRICS, Group, Rollout, Turn, VersionSpan
 
 KIND = "rollouts"
 _SPAN = pa.struct([("lineage", pa.int32()), ("step", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
@@ -139,34 +139,31 @@ def from_arrow(batch: pa.RecordBatch, where: object) -> list[Group]:
     new_rollout = np.concatenate(([True], np.diff(rollout) != 0)) | new_group
     _check_rows(column, new_group, new_rollout, rollout, turn, where)
 
-    turns = _turns(column, rows)
-    rollout_starts = np.flatnonzero(new_rollout).tolist()
-    rewards = column["reward"].to_numpy().tolist()
-    keys, items = column["metrics"].keys.to_pylist(), column["metrics"].items.to_numpy().tolist()
-    at = column["metrics"].offsets.to_numpy().tolist()
+    turns, metrics = _turns(column), _metrics_of_rows(column["metrics"])
+    rollout_starts = np.flatnonzero(new_rollout)
+    starts, rewards = rollout_starts.tolist(), column["reward"].to_numpy()[rollout_starts].tolist()
     rollouts = [
-        Rollout(tuple(turns[a:b]), rewards[a], dict(zip(keys[at[a] : at[a + 1]], items[at[a] : at[a + 1]], strict=True)))
-        for a, b in zip(rollout_starts, [*rollout_starts[1:], rows], strict=True)
+        Rollout(tuple(turns[start:end]), reward, metrics[start])
+        for start, end, reward in zip(starts, [*starts[1:], rows], rewards, strict=True)
     ]
-    groups = []
     group_starts = np.flatnonzero(new_group)
-    first_rollouts = np.cumsum(new_rollout)[group_starts] - 1
+    first_rollouts = (np.cumsum(new_rollout)[group_starts] - 1).tolist()
     numbers = rollout[new_rollout].tolist()
-    for row, a, b in zip(group_starts.tolist(), first_rollouts, [*first_rollouts[1:], len(rollouts)], strict=True):
-        text = {name: column[name][row].as_py() for name in ("domain", "dataset", "problem_id")}
-        groups.append(
-            Group(
-                epoch=column["epoch"][row].as_py(),
-                domain=text["domain"],
-                dataset=text["dataset"],
-                problem=text["problem_id"],
-                group=int(group[row]),
-                issue=int(issue[row]),
-                rollouts=tuple(rollouts[a:b]),
-                numbers=tuple(numbers[a:b]) if numbers[b - 1] != b - a - 1 else (),
-            )
+    epochs, ids, issues = (column[name].to_numpy()[group_starts].tolist() for name in ("epoch", "group_id", "issue"))
+    domains, datasets, problems = (strings(column[name], group_starts) for name in ("domain", "dataset", "problem_id"))
+    return [
+        Group(
+            epoch=epochs[i],
+            domain=domains[i],
+            dataset=datasets[i],
+            problem=problems[i],
+            group=ids[i],
+            issue=issues[i],
+            rollouts=tuple(rollouts[a:b]),
+            numbers=tuple(numbers[a:b]) if numbers[b - 1] != b - a - 1 else (),
         )
-    return groups
+        for i, (a, b) in enumerate(itertools.pairwise([*first_rollouts, len(rollouts)]))
+    ]
 
 
 def _check_rows(
@@ -190,30 +187,31 @@ def _check_rows(
         raise StreamError(f"{where}: the versions do not cover the output tokens")
 
 
-def _turns(column: dict[str, Any], rows: int) -> list[Turn]:
-    prompts, prompt_at = list_views(column["prompt_ids"])
-    outputs, output_at = list_views(column["output_ids"])
-    logprobs, logprob_at = list_views(column["logprobs"])
-    spans, span_at = column["versions"].values, column["versions"].offsets.to_numpy().tolist()
-    made: dict[tuple[int, int, int, int], VersionSpan] = {}  # most spans of a file are equal
-    all_spans = []
-    for key in zip(*(spans.field(n).to_numpy().tolist() for n in ("lineage", "step", "start", "end")), strict=True):
-        span = made.get(key)
-        if span is None:
-            span = made[key] = VersionSpan(Version(key[0], key[1]), key[2], key[3])
-        all_spans.append(span)
-    finish, reasons = column["finish_reason"].indices.to_numpy().tolist(), column["finish_reason"].dictionary.to_pylist()
-    replicas, started, ended = (column[n].to_numpy().tolist() for n in ("replica", "started", "ended"))
+def _turns(column: dict[str, Any]) -> list[Turn]:
+    columns = (
+        list_views(column["prompt_ids"]),
+        list_views(column["output_ids"]),
+        list_views(column["logprobs"]),
+        _versions_of_rows(column["versions"]),
+        strings(column["finish_reason"]),
+        *(column[name].to_numpy().tolist() for name in ("replica", "started", "ended")),
+    )
+    return list(map(Turn._make, zip(*columns, strict=True)))
+
+
+def _versions_of_rows(column: pa.ListArray) -> list[tuple[VersionSpan, ...]]:
+    lineages, steps, starts, ends = (
+        column.values.field(name).to_numpy().tolist() for name in ("lineage", "step", "start", "end")
+    )
+    pairs = list(zip(lineages, steps, strict=True))
+    made = {pair: Version(*pair) for pair in set(pairs)}  # few in a file
+    spans = list(map(VersionSpan._make, zip(map(made.__getitem__, pairs), starts, ends, strict=True)))
+    return [tuple(spans[start:end]) for start, end in itertools.pairwise(column.offsets.to_numpy().tolist())]
+
+
+def _metrics_of_rows(column: pa.MapArray) -> list[Mapping[str, float]]:
+    keys, items = strings(column.keys.dictionary_encode()), column.items.to_numpy().tolist()
     return [
-        Turn(
-            prompts[prompt_at[i] : prompt_at[i + 1]],
-            outputs[output_at[i] : output_at[i + 1]],
-            logprobs[logprob_at[i] : logprob_at[i + 1]],
-            tuple(all_spans[span_at[i] : span_at[i + 1]]),
-            reasons[finish[i]],
-            replicas[i],
-            started[i],
-            ended[i],
-        )
-        for i in range(rows)
+        dict(zip(keys[start:end], items[start:end], strict=True)) if end > start else NO_METRICS
+        for start, end in itertools.pairwise(column.offsets.to_numpy().tolist())
     ]

@@ -407,7 +407,7 @@ def cancel(rollout):
 
 
 def nothing_sampled(turn):
-    return replace(turn, output_ids=turn.output_ids[:0], logprobs=turn.logprobs[:0], versions=())
+    return turn._replace(output_ids=turn.output_ids[:0], logprobs=turn.logprobs[:0], versions=())
 
 
 @pytest.mark.parametrize(
@@ -425,10 +425,10 @@ def nothing_sampled(turn):
         ("train", lambda r: None, r"rollout 2 of 4: expected a Rollout, got None"),
         (
             "train",
-            lambda r: replace(r, turns=(replace(r.turns[0], versions=()),)),
+            lambda r: replace(r, turns=(r.turns[0]._replace(versions=()),)),
             r"StreamError: .*rollout 2: 5 output",
         ),
-        ("train", lambda r: replace(r, turns=(replace(r.turns[0], output_ids=[1]),)), r"rollout 2 of 4: expected turns"),
+        ("train", lambda r: replace(r, turns=(r.turns[0]._replace(output_ids=[1]),)), r"rollout 2 of 4: expected turns"),
         ("evaluate", lambda r: replace(r, turns=(nothing_sampled(r.turns[0]),)), "without one output token"),
     ],
 )

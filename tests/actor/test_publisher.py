@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,8 +18,8 @@ MIB = 2**20
 def group(number: int, mib: float = 0.0) -> Group:
     tokens = np.zeros(int(mib * MIB / 4), np.int32)
     turn = Turn(tokens, tokens[:0], np.zeros(0, np.float32), (), "stop", 0, 0.0, 0.0)
-    turn = replace(turn, output_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32))
-    turn = replace(turn, versions=(VersionSpan(Version(0, 0), 0, 1),))
+    turn = turn._replace(output_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32))
+    turn = turn._replace(versions=(VersionSpan(Version(0, 0), 0, 1),))
     return Group(0, "d", "", f"d/{number}", number, 0, (Rollout((turn,), 0.0),))
 
 

@@ -3,6 +3,7 @@
 import random
 import resource
 import struct
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from test_ledger import events_of
 from test_step_files import make_step
 
 from prl.streams import ledger, rollouts, steps
-from prl.streams.files import Header, StreamError, check_bytes, checksum_of
+from prl.streams.files import Header, StreamError, check_bytes, checksum_of, encode_file
 from prl.streams.reader import groups_of
 
 HEADER = Header("rollouts", "run", 1, "actor_0", 0)
@@ -131,6 +132,40 @@ def test_compressed_buffers_are_refused_before_they_are_opened():
         with pytest.raises(StreamError, match="compressed buffers"):
             groups_of(sink.getvalue(), "a file", None)
         assert pa.default_memory_pool().max_memory() == before
+
+
+LONG = "x" * 2**21
+
+
+def peak_of(read) -> int:
+    """Bytes that Python took while it read."""
+    tracemalloc.start()
+    try:
+        kept = read()
+        _, peak = tracemalloc.get_traced_memory()
+        del kept
+    finally:
+        tracemalloc.stop()
+    return peak
+
+
+@pytest.mark.parametrize("name", ["domain", "dataset"])
+def test_a_long_string_costs_its_length_once(name):
+    """However many groups have it."""
+    rng = np.random.default_rng(0)
+    data = pa.py_buffer(rollouts.to_arrow([make_group(n, rng) for n in range(300)], HEADER).to_pybytes())
+    schema, batch = pa.ipc.open_file(data).schema, pa.ipc.open_file(data).get_batch(0)
+    column = pa.DictionaryArray.from_arrays(batch.column(name).indices, pa.array([LONG]))
+    changed = batch.set_column(schema.get_field_index(name), schema.field(name), column)
+    data = encode_file(schema, [pa.record_batch(changed.columns, schema=schema)])
+    assert peak_of(lambda: groups_of(data, "a file", None)) < 3 * data.size
+
+
+def test_a_long_reason_costs_its_length_once():
+    events = [event for n in range(300) for event in events_of(n, "discarded", LONG)]
+    payload = ledger._encode(events).to_pybytes()
+    del events
+    assert peak_of(lambda: list(ledger.ledger_events(ledger.decode(payload, "a ledger")))) < 3 * len(payload)
 
 
 def test_dictionaries_in_pieces_are_refused():

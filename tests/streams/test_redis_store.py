@@ -113,7 +113,7 @@ def test_a_writer_waits_until_there_is_room(redis_run):
     group = make_group(0, RNG)
     turn = group.rollouts[0].turns[0]
     tokens = np.zeros(150_000, np.int32)  # 0.6 MB
-    group = replace(group, rollouts=(replace(group.rollouts[0], turns=(replace(turn, prompt_ids=tokens),)),))
+    group = replace(group, rollouts=(replace(group.rollouts[0], turns=(turn._replace(prompt_ids=tokens),)),))
     writer = open_writer(redis_run, "a", "run", 1, options(max_mib=1, full_s=0.3))
     reader = open_reader(redis_run, "run", 1, options())
     (entry,) = writer.append(group)
