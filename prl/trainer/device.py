@@ -7,6 +7,7 @@ that called `install` alone, so Megatron must be driven from that thread.
 
 import importlib.util
 import os
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,21 @@ def initialises_on_cpu() -> bool:
 def has_transformer_engine() -> bool:
     """Whether Megatron's Transformer Engine layers can be used; otherwise the local ones of `prl.trainer.layers` are."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def name() -> str:
+    """The accelerator's, as its driver gives it; empty where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def take_peak_memory_bytes() -> int:
+    """The most that this process's tensors took since the last call, on the accelerator; without one, the process's largest
+    resident memory so far."""
+    if not torch.cuda.is_available():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

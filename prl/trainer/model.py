@@ -18,6 +18,11 @@ from prl.trainer.layers import PackedAttention, PackedRotary, RMSNorm, inverse_f
 from prl.trainer.options import TrainOptions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def transformer_config(model: ModelConfig, options: TrainOptions) -> TransformerConfig:
@@ -28,9 +33,6 @@ def transformer_config(model: ModelConfig, options: TrainOptions) -> Transformer
         )
     dtype = DTYPES[options.dtype]
     on_cpu = device.initialises_on_cpu()
-    recompute: dict[str, Any] = {}
-    if options.recompute:
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden_size,
@@ -68,7 +70,7 @@ def transformer_config(model: ModelConfig, options: TrainOptions) -> Transformer
         apply_rope_fusion=device.has_transformer_engine(),
         persist_layer_norm=device.has_transformer_engine(),
         cross_entropy_loss_fusion=False,
-        **recompute,
+        **_RECOMPUTE[options.recompute],
     )
 
 

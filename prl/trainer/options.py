@@ -123,7 +123,26 @@ class TrainOptions:
         "4 bytes a parameter and one more forward pass)",
     ] = "none"
     checkpoint_every_steps: Annotated[int, "steps between two checkpoints; 0: only the one at the end", AtLeast(0)] = 0
-    recompute: Annotated[bool, "recompute activations in the backward pass instead of keeping them"] = False
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        "activations computed again in the backward pass instead of being kept; selective: those of the feed-forward layers or "
+        "experts, which are most; full: all but each layer's input",
+    ] = "none"
+    head_dtype: Annotated[
+        Literal["same", "float32"], "dtype of the output layer's logits; same: dtype's, as the samplers'; float32: not rounded to it"
+    ] = "same"
+    head_chunk_mib: Annotated[
+        int,
+        "logits of a trainer rank that exist at once, in MiB of float32 (three buffers of that size are in use); less makes smaller "
+        "matrix products",
+        AtLeast(1),
+    ] = 256
+    peak_tflops: Annotated[
+        float,
+        "TFLOP/s that a trainer rank's accelerator has at most in dtype, of which train/mfu is a share; 0: known for bfloat16 from "
+        "its name, and without a name no train/mfu",
+        AtLeast(0),
+    ] = 0.0
 
 
 LOSS_SETTINGS: Mapping[str, Mapping[str, float]] = {

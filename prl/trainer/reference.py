@@ -5,21 +5,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from prl.config.hf_config import ModelConfig
 from prl.trainer.batch import Batch
+from prl.trainer.head import hidden_states, token_logprobs
 from prl.trainer.mapping import export_weights, load_weights
 from prl.trainer.model import build_model
 from prl.trainer.options import TrainOptions
-from prl.trainer.vocab_parallel import logprobs_and_entropies
 from prl.weights.digest import part, total
 
 
 @dataclass
 class Reference:
     config: ModelConfig
+    options: TrainOptions
     chunks: list[torch.nn.Module]
     digest: int  # of its full tensors in the trainer's dtype: that of version 0:0
     spent_s: float = 0.0  # computing log-probs, so far
@@ -38,10 +38,9 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
-        """log p(targets) [T] of the initial policy. The logits are gone when this returns."""
-        logits = self.chunks[0](batch.tokens[None], batch.positions[None], None, packed_seq_params=batch.sequences)
-        group = parallel_state.get_tensor_model_parallel_group()
-        return logprobs_and_entropies(logits[0], batch.targets, self.config.vocabulary, group)[0]
+        """log p(targets) [T] of the initial policy."""
+        model = self.chunks[0]
+        return token_logprobs(model, hidden_states(model, batch), batch.targets, self.config, self.options)[0]
 
 
 def build_reference(config: ModelConfig, options: TrainOptions, weights: Iterable[tuple[str, Tensor]]) -> Reference:
@@ -51,4 +50,4 @@ def build_reference(config: ModelConfig, options: TrainOptions, weights: Iterabl
     load_weights(chunks, config, weights)
     for chunk in chunks:
         chunk.requires_grad_(False).eval()
-    return Reference(config, chunks, total(part(name, tensor) for name, tensor in export_weights(chunks, config)))
+    return Reference(config, options, chunks, total(part(name, tensor) for name, tensor in export_weights(chunks, config)))

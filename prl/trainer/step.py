@@ -11,9 +11,9 @@ from prl.metrics import names
 from prl.streams.records import MicroBatch, StepFacts
 from prl.trainer.batch import Batch, idle_microbatch, to_device
 from prl.trainer.engine import Engine, set_schedule
+from prl.trainer.head import hidden_states, token_logprobs
 from prl.trainer.measures import Measures
 from prl.trainer.objective import objective
-from prl.trainer.vocab_parallel import logprobs_and_entropies
 
 
 def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFacts) -> dict[str, float]:
@@ -57,7 +57,6 @@ def _on_device(engine: Engine, batches: Sequence[MicroBatch]) -> Iterator[Batch]
 def _forward_step(
     engine: Engine, facts: StepFacts, microbatches: int, measures: Measures
 ) -> Callable[[Iterator[Batch], torch.nn.Module], tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]]:
-    group = parallel_state.get_tensor_model_parallel_group()
     # Megatron's schedule divides by the micro-batches, its data parallelism by the ranks; our denominator already is global.
     scale = microbatches * parallel_state.get_data_parallel_world_size()
 
@@ -65,14 +64,13 @@ def _forward_step(
         batches: Iterator[Batch], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
         batch = next(batches)
-        logits = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=batch.sequences)
 
         def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs, entropies = logprobs_and_entropies(output[0], batch.targets, engine.config.vocabulary, group)
+            logprobs, entropies = token_logprobs(model, output, batch.targets, engine.config, engine.options)
             found = objective(batch, logprobs, entropies, facts, engine.options)
             measures.add(batch, found, logprobs.detach(), entropies.detach())
             return found.loss * scale, {}
 
-        return logits, loss_of
+        return hidden_states(model, batch), loss_of
 
     return forward_step

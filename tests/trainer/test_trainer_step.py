@@ -219,6 +219,7 @@ def test_the_divergence_does_not_depend_on_ranks_or_micro_batches(results, ranks
         (1, "step_merged"),
         (2, "step_merged"),
         (1, "step_recomputed"),
+        (2, "step_recomputed_selectively"),
     ],
 )
 def test_step_does_not_depend_on_ranks_or_micro_batches(results, ranks, name):

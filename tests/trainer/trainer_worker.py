@@ -32,10 +32,10 @@ def main(folder: Path) -> None:
     from torch.nn import functional
 
     from prl.config.hf_config import read_model_config
-    from prl.trainer import vocab_parallel
     from prl.trainer.batch import to_device
     from prl.trainer.checkpoint import load_checkpoint, save_checkpoint
     from prl.trainer.engine import Engine, build_engine
+    from prl.trainer.head import Head, logprobs_and_entropies
     from prl.trainer.hf_folder import read_weights, write_folder
     from prl.trainer.mapping import export_weights, load_weights, named_parameters, random_weights, tensor_shapes
     from prl.trainer.model import build_model
@@ -43,7 +43,6 @@ def main(folder: Path) -> None:
     from prl.trainer.parallel import Channel, start_groups, stop_groups
     from prl.trainer.reference import Reference, build_reference
     from prl.trainer.step import train_step
-    from prl.trainer.vocab_parallel import logprobs_and_entropies
     from prl.weights.digest import digest
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -169,30 +168,51 @@ def main(folder: Path) -> None:
             answers.append(tokens[-8:])
         report("greedy", {f"prompt_{k}": np.array(p) for k, p in enumerate(prompts)} | {"answers": np.array(answers)})
 
-    def vocabulary_parallel() -> None:
-        vocab_parallel.CHUNK_ELEMENTS = 4 * VOCABULARY  # several chunks, the last one shorter
-        padded = -(-VOCABULARY // ranks) * ranks
-        whole = torch.randn(13, padded, generator=torch.Generator().manual_seed(5)) * 3
-        logits = whole.chunk(ranks, -1)[rank].clone().requires_grad_()
+    def head_values() -> None:
+        """What the output layer's chunks make of random hidden states, and the gradients over all ranks."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        generator = torch.Generator().manual_seed(5)
+        hidden = torch.randn(13, 8, generator=generator, dtype=torch.float64)
+        weight = torch.randn(-(-VOCABULARY // ranks) * ranks, 8, generator=generator, dtype=torch.float64)
         targets = torch.arange(13) * 4 % VOCABULARY
-        logprobs, entropies = logprobs_and_entropies(
-            logits, targets, VOCABULARY, parallel_state.get_tensor_model_parallel_group()
-        )
-        factors = torch.linspace(-1, 2, 13)
-        (logprobs * factors + entropies * factors.flip(0)).sum().backward()
-        parts = [torch.empty_like(logits) for _ in range(ranks)]
-        dist.all_gather(parts, logits.grad)
-        report(
-            "vocabulary",
-            {
-                "logits": whole.numpy(),
-                "targets": targets.numpy(),
-                "factors": factors.numpy(),
-                "logprobs": logprobs.detach().numpy(),
-                "entropies": entropies.detach().numpy(),
-                "gradient": torch.cat(parts, -1).numpy(),
-            },
-        )
+        factors = torch.linspace(-1, 2, 13, dtype=torch.float64)
+        tensors = {"hidden": hidden, "weight": weight, "targets": targets, "factors": factors}
+        found = {name: tensor.numpy() for name, tensor in tensors.items()}
+
+        def measure(name: str, dtype: torch.dtype, chunk: int, entropy: float = 1.0, *, buffer: bool, exact: bool = False) -> None:
+            inputs = hidden.to(dtype, copy=True).requires_grad_()
+            shard = weight.chunk(ranks)[rank].to(dtype, copy=True).requires_grad_()
+            if buffer:
+                shard.main_grad = torch.ones_like(shard)
+                shard.grad_added_to_main_grad = False
+            head = Head(VOCABULARY, group, chunk, float32=exact)
+            logprobs, entropies = logprobs_and_entropies(inputs, shard, targets, head)
+            loss = (logprobs * factors).sum()
+            (loss + entropy * (entropies * factors.flip(0)).sum() if entropy else loss).backward()
+            if buffer:
+                assert shard.grad is None
+                assert shard.grad_added_to_main_grad
+            gradients = [torch.empty_like(shard) for _ in range(ranks)]
+            dist.all_gather(gradients, shard.main_grad - 1 if buffer else shard.grad)
+            dist.all_reduce(inputs.grad)
+            values = {
+                "logprobs": logprobs.detach(),
+                "entropies": entropies.detach(),
+                "of_hidden": inputs.grad,
+                "of_weight": torch.cat(gradients),
+            }
+            kept = {f"{name}:{part}": value.numpy() for part, value in values.items() if value.dtype is not torch.bfloat16}
+            found.update(kept)
+
+        for dtype in ("float64", "float32"):
+            for chunk in (1, 4 * VOCABULARY, 1 << 20):
+                for kept in ("returned", "main_grad"):
+                    measure(f"{dtype}:{chunk}:{kept}", getattr(torch, dtype), chunk, buffer=kept == "main_grad")
+        measure("alone", torch.float64, 4 * VOCABULARY, 0.0, buffer=False)
+        for exact in (False, True):
+            name = f"half:{'float32' if exact else 'same'}"
+            measure(name, torch.bfloat16, 4 * VOCABULARY, buffer=False, exact=exact)
+        report("head", found)
 
     def packed_attention() -> None:
         from prl.trainer.layers import PackedAttention
@@ -246,7 +266,8 @@ def main(folder: Path) -> None:
     forward_and_export()
     steps_of("step", tensor_parallel, microbatches)
     steps_of("step_merged", tensor_parallel, lambda: [merged(microbatches())], 1)
-    steps_of("step_recomputed", replace(tensor_parallel, recompute=True), microbatches, 1)
+    steps_of("step_recomputed", replace(tensor_parallel, recompute="full"), microbatches, 1)
+    steps_of("step_recomputed_selectively", replace(tensor_parallel, recompute="selective"), microbatches, 1)
     steps_of("step_reinforce", replace(tensor_parallel, loss="reinforce", truncate=1.1), microbatches, 1)
     with_reference = replace(tensor_parallel, reference="initial")
     bare = [without_reference(batch) for batch in microbatches()]
@@ -255,7 +276,7 @@ def main(folder: Path) -> None:
     frozen_logprobs(steps_of("step_reference", with_reference, lambda: bare))
     drawn()
     checkpoints()
-    vocabulary_parallel()
+    head_values()
     half_precision()
     not_finite()
     steps_of("step_scheduled", replace(tensor_parallel, **SCHEDULE), microbatches)

@@ -1,0 +1,60 @@
+"""Log-probabilities and entropies from hidden states, and all gradients, against torch's on whole logits."""
+
+import numpy as np
+import pytest
+import torch
+from trainer_data import VOCABULARY
+
+CHUNKS = (1, 4 * VOCABULARY, 1 << 20)  # one token a chunk; some, the last one shorter; all
+
+
+def whole(found, dtype):
+    """Log-probs, entropies and the gradients of hidden states and weight, from logits that are there at once."""
+    hidden, weight = (torch.from_numpy(found[name]).to(dtype).requires_grad_() for name in ("hidden", "weight"))
+    logp = (hidden @ weight[:VOCABULARY].t()).log_softmax(-1)
+    logprobs = logp.gather(-1, torch.from_numpy(found["targets"])[:, None]).squeeze(-1)
+    entropies = -(logp.exp() * logp).sum(-1)
+    return hidden, weight, logprobs, entropies
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(("name", "tolerance"), [("float64", 1e-12), ("float32", 1e-4)])
+@pytest.mark.parametrize("kept", ["returned", "main_grad"])
+def test_chunks_equal_whole_logits(results, ranks, chunk, name, tolerance, kept):
+    found = results[ranks, "head"]
+    hidden, weight, logprobs, entropies = whole(found, getattr(torch, name))
+    factors = torch.from_numpy(found["factors"])
+    (logprobs * factors + entropies * factors.flip(0)).sum().backward()
+    expected = {
+        "logprobs": logprobs.detach(),
+        "entropies": entropies.detach(),
+        "of_hidden": hidden.grad,
+        "of_weight": weight.grad,
+    }
+    for part, values in expected.items():
+        measured = found[f"{name}:{chunk}:{kept}:{part}"]
+        assert measured.dtype == values.numpy().dtype
+        np.testing.assert_allclose(measured, values.numpy(), atol=tolerance, err_msg=part)
+    assert not found[f"{name}:{chunk}:{kept}:of_weight"][VOCABULARY:].any()  # padding takes no part
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_log_probs_alone(results, ranks):
+    found = results[ranks, "head"]
+    hidden, weight, logprobs, _ = whole(found, torch.float64)
+    (logprobs * torch.from_numpy(found["factors"])).sum().backward()
+    np.testing.assert_allclose(found["alone:of_hidden"], hidden.grad.numpy(), atol=1e-12)
+    np.testing.assert_allclose(found["alone:of_weight"], weight.grad.numpy(), atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_float32_head_does_not_round_logits(results, ranks):
+    found = results[ranks, "head"]
+    half = {name: torch.from_numpy(found[name]).bfloat16().double().numpy() for name in ("hidden", "weight")}
+    _, _, logprobs, entropies = whole({**found, **half}, torch.float64)
+    expected = logprobs.detach().numpy()
+    np.testing.assert_allclose(found["half:float32:logprobs"], expected, atol=1e-5)
+    np.testing.assert_allclose(found["half:float32:entropies"], entropies.detach().numpy(), atol=1e-5)
+    rounded = np.abs(found["half:same:logprobs"] - expected).max()
+    assert 1e-3 < rounded < 0.1
