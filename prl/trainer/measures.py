@@ -1,5 +1,7 @@
 """What a step tells about itself: sums and maxima over its trained tokens, reduced over the data-parallel ranks."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +29,7 @@ class Measures:
         self._lags = torch.zeros(_LAGS, dtype=torch.float64, device=device.device())
         self._parts: tuple[str, ...] = ()
         self._on_samples = False
+        self._coefficients: Mapping[str, float] = {}
 
     def add(self, batch: Batch, found: Objective, logprobs: Tensor, entropies: Tensor) -> None:
         """All per-token tensors are [T] of one micro-batch; tokens without weight do not count."""
@@ -54,6 +57,7 @@ class Measures:
         )
         self._parts = tuple(part for part in PARTS if part in found.parts)
         self._on_samples = found.on_samples
+        self._coefficients = found.coefficients
         self._sums += torch.stack([x.double() for x in sums])
         self._lags += torch.bincount(lags.long().clamp(0, _LAGS - 1), minlength=_LAGS)
         if pi.numel():
@@ -72,6 +76,7 @@ class Measures:
         found = {
             names.LOSS: sum(total[f"loss_{part}"] for part in PARTS),
             **{f"{names.LOSS_PART_PREFIX}{part}": total[f"loss_{part}"] for part in self._parts},
+            **{f"train/{name}": value for name, value in self._coefficients.items()},
             names.TOKENS: total["tokens"],
             names.ENTROPY: total["entropy"] / count,
         }

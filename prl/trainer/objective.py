@@ -1,7 +1,7 @@
 """What the options choose to minimise, micro-batch by micro-batch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class Objective:
     clipped: Tensor  # [T] bool: tokens that a bound of the loss limits
     masked: Tensor  # [T] bool: tokens that a mask keeps from training
     on_samples: bool = True  # the answers are the samplers', so that ratios to their log-probs mean something
+    coefficients: Mapping[str, float] = field(default_factory=dict)  # those that change from step to step, by their options
 
     @property
     def loss(self) -> Tensor:
@@ -36,7 +37,9 @@ def objective(batch: Batch, logprobs: Tensor, entropies: Tensor, facts: StepFact
     micro-batch lacks."""
     weights = batch.weights
     log_ratios = losses.log_ratios(logprobs, batch.old_logprobs, weights)
-    kl_coefficient, entropy_coefficient = coefficients(options, facts.step)
+    steps = options.coefficient_steps
+    kl_coefficient = losses.coefficient(options.kl_coefficient, options.kl_coefficient_end, steps, facts.step)
+    entropy_coefficient = losses.coefficient(options.entropy_coefficient, options.entropy_coefficient_end, steps, facts.step)
     parts, advantages = {}, batch.advantages
     if kl_coefficient:
         estimator = options.kl_estimator or ("k1" if options.kl_place == "reward" else "k3")
@@ -58,16 +61,12 @@ def objective(batch: Batch, logprobs: Tensor, entropies: Tensor, facts: StepFact
     if options.loss == "dppo_tv":
         penalty = weighted_sum(losses.ratio_penalty(log_ratios), weights, facts.denominator)
         parts["ratio_penalty"] = loss_setting(options, "ratio_penalty") * penalty
-    return Objective(parts, policy.clipped, masked, on_samples=options.loss != "sft")
-
-
-def coefficients(options: TrainOptions, step: int) -> tuple[float, float]:
-    """Of the divergence from the reference and of the entropy bonus, in step `step`."""
-    steps = options.coefficient_steps
-    return (
-        losses.coefficient(options.kl_coefficient, options.kl_coefficient_end, steps, step),
-        losses.coefficient(options.entropy_coefficient, options.entropy_coefficient_end, steps, step),
-    )
+    changing = {}
+    if options.kl_coefficient_end is not None:
+        changing["kl_coefficient"] = kl_coefficient
+    if options.entropy_coefficient_end is not None:
+        changing["entropy_coefficient"] = entropy_coefficient
+    return Objective(parts, policy.clipped, masked, on_samples=options.loss != "sft", coefficients=changing)
 
 
 def _policy_loss(batch: Batch, logprobs: Tensor, log_ratios: Tensor, advantages: Tensor, options: TrainOptions) -> PolicyLoss:

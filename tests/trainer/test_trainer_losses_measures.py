@@ -1,5 +1,7 @@
 """What a step says about itself, against NumPy."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -56,6 +58,7 @@ def measured(group, options, old_logprobs, reference=REFERENCE):
 def test_measures_of_a_step(alone):
     old = PI + np.array([0, 0.5, -0.4, 0.0, 0, 0.1, -1.0])
     options = TrainOptions(loss="reinforce", truncate=1.2, token_mask_high=2.0, entropy_coefficient=0.1, kl_coefficient=0.2)
+    options = replace(options, entropy_coefficient_end=0.0, coefficient_steps=10)
     found = measured(alone, options, old)
     ratios = np.exp(PI - old)[TRAINED]  # 0.61, 1.49, 1, 0.90, 2.72
     x = (REFERENCE - PI)[TRAINED]
@@ -66,6 +69,7 @@ def test_measures_of_a_step(alone):
         "loss_policy": policy,
         "loss_entropy": -0.1 * (weights * ENTROPIES[TRAINED]).sum() / 5,
         "loss_kl": 0.2 * (weights * kl).sum() / 5,
+        "entropy_coefficient": 0.1,  # it is the first step
         "tokens": 5,
         "entropy": 3.0,
         "ess": ratios.sum() ** 2 / (5 * (ratios**2).sum()),
