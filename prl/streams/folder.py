@@ -46,8 +46,9 @@ class FolderAppender:
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-            self.close()  # the server has forgotten what was open: open it again, once
-            self._descriptor = open_folder(self._folder)
+            # The server has forgotten what was open: open it again, once. Should that fail, the old one is still ours.
+            stale, self._descriptor = self._descriptor, open_folder(self._folder)
+            os.close(stale)
             file = publish_arrow(self._folder, KIND, header, data, self._descriptor)
         return _published(file, self._root)
 

@@ -34,9 +34,9 @@ class Weather:
         self._looked: Counter[str] = Counter()
 
     def writer(self, operation: Operation) -> str | None:
-        if operation.kind in LOOKS or self._random.random() > self._chance:
+        faults = {"write": ("short", "short", *FULL), "open": ("ESTALE",)}.get(operation.kind, (*FULL, "ESTALE"))
+        if (operation.kind in LOOKS and operation.kind != "open") or self._random.random() > self._chance:
             return None
-        faults = ("short", "short", *FULL) if operation.kind == "write" else (*FULL, "ESTALE")
         return self._met(self._random.choice(faults))
 
     def reader(self, operation: Operation) -> str | None:

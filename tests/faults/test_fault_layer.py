@@ -60,7 +60,7 @@ def test_a_file_in_an_open_folder_is_known_by_its_path(tmp_path):
         os.fsync(folder)
         os.close(folder)
 
-    assert [operation.point for operation in operations(tmp_path, work)] == ["create x", "rename x -> y", "fsync ."]
+    assert [operation.point for operation in operations(tmp_path, work)] == ["open .", "create x", "rename x -> y", "fsync ."]
 
 
 def test_a_point_names_the_module_and_nothing_that_changes_from_run_to_run(tmp_path):

@@ -275,6 +275,32 @@ def test_a_stale_folder_is_opened_again(tmp_path, monkeypatch):
     assert [f.path for _, f in list_published(tmp_path / ACTOR)] == [tmp_path / published.name]
 
 
+def test_a_stale_folder_that_cannot_be_opened_again_stays_open(tmp_path, monkeypatch):
+    """Else the next file's folder would be a closed descriptor, or somebody else's."""
+    writer = writer_in(tmp_path)
+    writer.append(make_group(0, np.random.default_rng(0)))
+    fsync, opens = os.fsync, os.open
+
+    def stale(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ESTALE, "stale")
+        fsync(descriptor)
+
+    def stale_folder(path, flags, *arguments, **named):
+        if flags & os.O_DIRECTORY:
+            raise OSError(errno.ESTALE, "stale")
+        return opens(path, flags, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", stale)
+        patch.setattr(os, "open", stale_folder)
+        with pytest.raises(OSError, match="stale"):
+            writer.flush()
+    (published,) = writer.flush()
+    writer.close()
+    assert [f.path for _, f in list_published(tmp_path / ACTOR)] == [tmp_path / published.name]
+
+
 NAMES = [
     "/etc/passwd",
     "../run/streams/rollouts/actor_0/FILE",

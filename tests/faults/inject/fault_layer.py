@@ -1,8 +1,8 @@
 """A filesystem that misbehaves, under the real code: the functions of `os` and `open` by which Python reaches files are
 replaced by ones that first ask a plan what happens to this operation. Only what lies in one folder is touched.
 
-Operations have a kind (create, write, fsync, rename, unlink, mkdir, read, list, stat) and a point: kind, path and module of
-prl that wants it, with all that differs between two runs taken out of it. Faults:
+Operations have a kind (create, write, fsync, rename, unlink, mkdir, read, open (of a folder), list, stat) and a point: kind,
+path and module of prl that wants it, with all that differs between two runs taken out of it. Faults:
 
     kill           SIGKILL to this process before the operation; a write is torn: half of it is done
     short          a write takes half of what it was given, which POSIX allows
@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 WRITES = ("create", "write", "fsync", "rename", "unlink", "mkdir")
-LOOKS = ("read", "list", "stat")
+LOOKS = ("read", "open", "list", "stat")
 HELPERS = ("prl.runfolder.publish", "prl.runfolder.paths", "prl.streams.files", "prl.trainer.hf_folder")
 _REPLACED = {  # function of os to the one of the layer that stands for it
     **{name: name for name in ("open", "write", "fsync", "close", "rename", "unlink", "mkdir", "listdir", "scandir", "stat")},
@@ -109,8 +109,8 @@ class FaultLayer:
         if inside is not None:
             if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
                 self._meet(Operation("create", inside))
-            elif not self._is_folder(inside):
-                self._meet(Operation("read", inside))
+            else:
+                self._meet(Operation("open" if self._is_folder(inside) else "read", inside))
         descriptor = real(path, flags, *args, dir_fd=dir_fd, **kwargs)
         self._paths.pop(descriptor, None)
         if inside is not None:
