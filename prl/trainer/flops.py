@@ -41,11 +41,9 @@ def forward_flops(model: ModelConfig, lengths: npt.NDArray[np.int64]) -> float:
     """Of matrix products alone, a multiplication and an addition being two. Each token attends to itself and to those before it
     in its sequence, as far as the model's window goes; each goes through the output layer."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    if model.experts:
-        feed_forward = model.experts_per_token * 3 * model.expert_ffn_size + model.experts
-    else:
-        feed_forward = 3 * model.ffn_size
-    weights = model.layers * model.hidden_size * (2 * queries + 2 * keys + feed_forward) + model.hidden_size * model.vocabulary
+    dense, router = (model.experts_per_token * model.expert_ffn_size, model.experts) if model.experts else (model.ffn_size, 0)
+    layer = model.hidden_size * (2 * queries + 2 * keys + 3 * dense + router)
+    weights = model.layers * layer + model.hidden_size * model.vocabulary
     pairs = lengths * (lengths + 1) / 2
     if model.window is not None:
         beyond = np.maximum(lengths - model.window, 0)

@@ -50,8 +50,8 @@ def hidden_states(model: torch.nn.Module, batch: Batch) -> Tensor:
 def token_logprobs(
     model: torch.nn.Module, hidden: Tensor, targets: Tensor, config: ModelConfig, options: TrainOptions
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and the entropy [T] of each token, from `hidden_states` on the last pipeline stage, whose chunk of layers is
-    `model`. A collective of the tensor-parallel ranks, and so is the backward pass."""
+    """log p(target) and the entropy [T] of each token, from what `hidden_states` gave for `model`, the last pipeline stage's
+    chunk of layers. A collective of the tensor-parallel ranks, and so is the backward pass."""
     gpt = unwrap(model)
     weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else gpt.output_layer.weight
     if gpt.config.sequence_parallel:
@@ -70,9 +70,9 @@ def token_logprobs(
 def logprobs_and_entropies(hidden: Tensor, weight: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """For each token log p(target) and the entropy in nats, both [T] float32 (float64 where the weight is) with gradients.
 
-    hidden [T, width], equal on all ranks of `head.group`: its gradient is this rank's share and must be summed over them. weight
-    [padded vocabulary / ranks, width]: this rank's rows. Where it has a `main_grad` its gradient is added to that, otherwise it
-    is returned to autograd. targets [T] int64, ids of the whole vocabulary.
+    hidden [T, width], equal on all ranks of `head.group`: its gradient is this rank's share and must be summed over them.
+    weight [padded vocabulary / ranks, width]: this rank's rows. Where it has a `main_grad` its gradient is added to that,
+    otherwise it is returned to autograd. targets [T] int64, ids of the whole vocabulary.
     """
     result: tuple[Tensor, Tensor] = _LogprobsAndEntropies.apply(hidden, weight, targets, head)  # type: ignore[no-untyped-call]
     return result

@@ -129,18 +129,19 @@ class TrainOptions:
         "experts, which are most; full: all but each layer's input",
     ] = "none"
     head_dtype: Annotated[
-        Literal["same", "float32"], "dtype of the output layer's logits; same: dtype's, as the samplers'; float32: not rounded to it"
+        Literal["same", "float32"],
+        "dtype of the output layer's logits; same: dtype's, as the samplers' are; float32: not rounded to that",
     ] = "same"
     head_chunk_mib: Annotated[
         int,
-        "logits of a trainer rank that exist at once, in MiB of float32 (three buffers of that size are in use); less makes smaller "
-        "matrix products",
+        "logits of a trainer rank that exist at once, in MiB of float32 (up to three buffers of that size are in use); fewer make "
+        "smaller matrix products",
         AtLeast(1),
     ] = 256
     peak_tflops: Annotated[
         float,
-        "TFLOP/s that a trainer rank's accelerator has at most in dtype, of which train/mfu is a share; 0: known for bfloat16 from "
-        "its name, and without a name no train/mfu",
+        "TFLOP/s that a trainer rank's accelerator has at most in dtype, of which train/mfu is a share; 0: for bfloat16 what is "
+        "known of its name, otherwise no train/mfu",
         AtLeast(0),
     ] = 0.0
 

@@ -179,7 +179,9 @@ def main(folder: Path) -> None:
         tensors = {"hidden": hidden, "weight": weight, "targets": targets, "factors": factors}
         found = {name: tensor.numpy() for name, tensor in tensors.items()}
 
-        def measure(name: str, dtype: torch.dtype, chunk: int, entropy: float = 1.0, *, buffer: bool, exact: bool = False) -> None:
+        def measure(
+            name: str, dtype: torch.dtype, chunk: int, entropy: float = 1.0, *, buffer: bool, exact: bool = False
+        ) -> None:
             inputs = hidden.to(dtype, copy=True).requires_grad_()
             shard = weight.chunk(ranks)[rank].to(dtype, copy=True).requires_grad_()
             if buffer:
