@@ -1,12 +1,16 @@
 """Where an attempt starts: afresh, or from the last finished checkpoint with the ledger and the step files behind it."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from prl.config.schema import Config
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
-from prl.flow.events import LedgerEvent
+from prl.flow.events import EventKind, LedgerEvent
 from prl.orchestrator.binding import Resume
 from prl.orchestrator.replay import replayed_steps
 from prl.orchestrator.steps import StepEntry
@@ -43,20 +47,21 @@ def find_start(run: RunFolder, config: Config) -> Start:
     for words in refused:
         log.error("%s", words)
     _check_ledgers(run)
-    earlier = list(ledger_events(read_ledger(run.ledgers)))
+    earlier = read_ledger(run.ledgers)  # as columns: of all attempts it may be tens of millions of rows
     if manifest is None:
         if refused:
             raise ResumeError(f"{run}: no checkpoint is whole; restore one, or submit the run anew. {'; '.join(refused)}")
-        if earlier:
+        if len(earlier):
             raise ResumeError(f"{run}: this run has begun before and left no checkpoint to go on from; submit it anew")
         waiting = replayed_steps(config, 0) if config.run.replay else []
         return Start(Resume(0, 0, None), {}, Dispatcher(settings), waiting, 0, ())
     step, path, counted = manifest.step, run.manifest(manifest.step), manifest.events
     if len(earlier) < counted:
         raise ResumeError(f"{path} counts on {counted} rows of the ledger in {run.ledgers}, which has {len(earlier)}")
+    since = list(ledger_events(earlier.slice(counted)))
     try:
         dispatcher = Dispatcher(settings, manifest.dispatcher)
-        dispatcher.replay(earlier[counted:])
+        dispatcher.replay(since)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ResumeError(
             f"{path}: its state and the ledger in {run.ledgers} do not fit together ({type(error).__name__}: {error}): they "
@@ -65,13 +70,12 @@ def find_start(run: RunFolder, config: Config) -> Start:
     lineage = _last_lineage(run) + 1
     forks = dict(manifest.forks)
     forks |= dict.fromkeys(range(manifest.lineage + 1, lineage + 1), step)  # also of attempts that left nothing
-    since = earlier[counted:]
     waiting = replayed_steps(config, step) if config.run.replay else _steps_behind(run, step, earlier, since)
     if not config.run.replay:
         _check_trained_again(run, step, waiting, since, refused)
     in_files = {rollout for entry in waiting for rollout in entry.trained}
     keep = {rollout.group for rollout in in_files}
-    left_out = [e.rollout for e in earlier if e.kind == "issued" and e.rollout.group in keep and e.rollout not in in_files]
+    left_out = [e.rollout for e in _events_of(earlier, keep, {"issued"}) if e.rollout not in in_files]
     events = dispatcher.discarded(left_out, "left out of a step file")
     events += dispatcher.reissue_outstanding("attempt ended", keep)
     resume = Resume(step, lineage, str(path.parent))
@@ -133,12 +137,11 @@ def _last_trained(since: Iterable[LedgerEvent], step: int) -> int:
     return max((event.step for event in since if event.kind == "trained"), default=step)
 
 
-def _steps_behind(run: RunFolder, step: int, events: Iterable[LedgerEvent], since: Sequence[LedgerEvent]) -> list[StepEntry]:
+def _steps_behind(run: RunFolder, step: int, earlier: pa.Table, since: Sequence[LedgerEvent]) -> list[StepEntry]:
     """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout has ended otherwise. A damaged file
     of a step that nobody has trained is passed over, and made anew."""
-    ended = {event.rollout for event in events if event.kind in ("discarded", "issued_again")}
     found, last = find_steps(run.steps), _last_trained(since, step)
-    waiting = []
+    entries = []
     while (step := step + 1) in found:
         file = found[step]
         try:
@@ -151,8 +154,15 @@ def _steps_behind(run: RunFolder, step: int, events: Iterable[LedgerEvent], sinc
                 ) from error
             log.warning("step %d is made anew, since nothing was trained from its file, which is damaged: %s", step, error)
             break
-        if not ended.isdisjoint(ids):
-            break
         entry = {"step": step, "path": str(file.path.relative_to(run.path)), "bytes": file.bytes, "checksum": file.checksum}
-        waiting.append(StepEntry(entry, ids))
-    return waiting
+        entries.append(StepEntry(entry, ids))
+    groups = {rollout.group for entry in entries for rollout in entry.trained}
+    ended = {event.rollout for event in _events_of(earlier, groups, {"discarded", "issued_again"})}
+    return list(takewhile(lambda entry: ended.isdisjoint(entry.trained), entries))
+
+
+def _events_of(ledger: pa.Table, groups: Set[int], kinds: Set[EventKind]) -> list[LedgerEvent]:
+    """The events of these kinds of these groups' rollouts."""
+    of_group = pc.is_in(ledger.column("group_id"), value_set=pa.array(sorted(groups), pa.int64()))
+    rows = ledger_events(ledger.filter(of_group))
+    return [event for event in rows if event.kind in kinds]
