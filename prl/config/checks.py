@@ -41,10 +41,11 @@ LIMITS = {  # of every whole number: far above what any run needs, and below wha
     10**9: "run.steps run.max_lag run.evaluate_every_steps run.evaluate_problems run.epochs train.warmup_steps "
     "train.checkpoint_every_steps train.coefficient_steps preprocess.pack_tokens preprocess.denominator_tokens",
     10**8: "sample.max_model_len actor.max_tokens model.max_positions",
-    10**7: "model.ffn_size cluster.time_min",
+    10**7: "model.ffn_size model.expert_ffn_size cluster.time_min",
     10**6: "run.steps_per_generation run.groups_per_step run.rollouts_per_group run.min_rollouts_per_group "
     "run.stop_after_evaluations model.hidden_size sample.max_num_seqs actor.max_groups actor.lease_groups streams.roll_groups",
-    10**5: "model.layers model.heads model.kv_heads model.head_dim cluster.nodes cluster.train_nodes cluster.cpus_per_node",
+    10**5: "model.layers model.heads model.kv_heads model.head_dim model.experts model.experts_per_token cluster.nodes "
+    "cluster.train_nodes cluster.cpus_per_node",
     10**4: "train.tensor_parallel train.pipeline_parallel train.virtual_pipeline train.context_parallel train.expert_parallel "
     "train.threads sample.tensor_parallel sample.threads actor.processes actor.rollout_tries "
     "verifier.processes preprocess.processes cluster.train_devices cluster.gpus_per_node cluster.replicas_per_node",
@@ -166,6 +167,8 @@ def _random_model(config: Config) -> tuple[ModelConfig | None, list[str]]:
             f"model.head_dim = {options.head_dim}: qwen2 wants hidden_size / heads = {options.hidden_size}/{options.heads}; "
             f"change one of the three"
         )
+    if options.architecture == "qwen3_moe" and options.experts_per_token > options.experts:
+        problems.append(f"model.experts_per_token = {options.experts_per_token}: there are model.experts = {options.experts}")
     if problems:
         return None, problems
     return model_config(new_model_config(options, end=0, pad=0)), []

@@ -241,7 +241,7 @@ def _window(raw: Mapping[str, Any]) -> int | None:
         return None
     if raw["model_type"] != "mistral":  # the samplers refuse them too
         raise UnsupportedModelError(f"use_sliding_window = true with sliding_window = {window} is not supported")
-    return _size(raw | {"sliding_window": window}, "sliding_window")
+    return _size({**raw, "sliding_window": window}, "sliding_window")
 
 
 def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:

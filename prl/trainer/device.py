@@ -166,3 +166,10 @@ def _replace_cuda_functions() -> None:
     import megatron.core.tensor_parallel.random as megatron_random
 
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+    from megatron.core.transformer.moe import token_dispatcher
+
+    # How many tokens go to which rank: sizes that collectives want as numbers, which Megatron makes of what comes from a GPU.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    )

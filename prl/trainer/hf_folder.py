@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -12,49 +15,79 @@ from torch import Tensor
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError
 from prl.runfolder.publish import storage, sync_folder
-from prl.trainer.mapping import tensor_shapes
+from prl.trainer.table import Sliced, tensor_shapes
+
+SHARD_BYTES = 2 << 30  # of a file of weights, at most, unless a single tensor is larger
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 # Weights that some folders hold although they follow from the config or from other weights.
 _DERIVED = ("rotary_emb.inv_freq", "lm_head.weight")
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def read_weights(folder: Path, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The folder's tensors, one at a time, in the order of `mapping.tensor_shapes`.
+@dataclass(frozen=True)
+class _OfAnExpert:
+    """One expert's matrix in a tensor that holds all experts of a layer: `rows` of tensor[expert]."""
 
-    Raises UnsupportedModelError where the folder lacks a tensor or holds one that the architecture does not have.
+    tensor: Sliced
+    expert: int
+    rows: slice
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        first, *rest = index
+        return self.tensor[(self.expert, slice(self.rows.start + first.start, self.rows.start + first.stop), *rest)]
+
+
+def read_weights(folder: Path, model: ModelConfig) -> Iterator[tuple[str, Sliced]]:
+    """The folder's tensors in the order of `table.tensor_shapes`, each to be read by slices: nothing is in memory before.
+    Experts may lie each on its own, as hubs hold them, or all of a layer in one tensor.
+
+    Raises UnsupportedModelError where the folder lacks a tensor, has one of another shape, or one that the architecture lacks.
     """
     files = _files(folder)
-    wanted = tensor_shapes(model)
-    missing = [name for name in wanted if name not in files]
-    unknown = [name for name in files if name not in wanted and not name.endswith(_DERIVED)]
-    if missing or unknown:
-        raise UnsupportedModelError(
-            f"{folder} is no plain {model.architecture} model: missing tensors {missing[:3]}, unknown tensors {unknown[:3]}"
-        )
     opened = {path: safe_open(path, framework="pt") for path in set(files.values())}
-    for name in wanted:
-        yield name, opened[files[name]].get_tensor(name)  # type: ignore[no-untyped-call]
+    used: set[str] = set()
+    found: dict[str, Sliced] = {}
+    missing, misshapen = [], []
+    for name, shape in tensor_shapes(model).items():
+        held, part = _held(files, name, shape)
+        if held not in files:
+            missing.append(name)
+            continue
+        used.add(held)
+        tensor = opened[files[held]].get_slice(held)  # type: ignore[no-untyped-call]
+        whole = shape if part is None else (model.experts, (2 if "gate_up" in held else 1) * shape[0], shape[1])
+        if tuple(tensor.get_shape()) != whole:
+            misshapen.append(f"{held} is {tensor.get_shape()}, not {list(whole)}")
+        found[name] = tensor if part is None else _OfAnExpert(tensor, *part)
+    unknown = [name for name in files if name not in used and not name.endswith(_DERIVED)]
+    if missing or misshapen or unknown:
+        raise UnsupportedModelError(
+            f"{folder} is no plain {model.architecture} model: missing tensors {missing[:3]}, unknown tensors {unknown[:3]}, "
+            f"of another shape {misshapen[:3]}"
+        )
+    yield from found.items()
 
 
-def write_folder(folder: Path, tensors: Iterable[tuple[str, Tensor]], source: Path, dtype: str) -> None:
+def write_folder(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], source: Path, dtype: str, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write the weights with `source`'s config and tokenizer to `folder`, whole or not at all; an earlier one is replaced.
 
-    `dtype` is the name of the tensors' dtype, e.g. float32. All tensors are held in memory until they are written.
-    Raises OSError (StorageFull).
+    `dtype` is the name of the tensors' dtype, e.g. float32. Files hold at most `shard_bytes` of weights (but at least one
+    tensor), and no more than that is held in memory. Raises OSError (StorageFull).
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
-    weights = {name: tensor.contiguous().cpu() for name, tensor in tensors}
     with storage(folder):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            save_file(weights, temporary / _WEIGHTS, metadata={"format": "pt"})
+            _write_weights(temporary, tensors, shard_bytes)
         except SafetensorError as error:
             raise OSError(f"{folder}: {error}") from error
         for path in source.iterdir():
-            if path.is_file() and path.name != _INDEX and path.suffix not in (".safetensors", ".bin", ".pt", ".gguf"):
+            if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf") and not _is_index(path):
                 shutil.copyfile(path, temporary / path.name)
         _write_config(temporary / "config.json", dtype)
         replace_folder(temporary, folder)
@@ -74,6 +107,46 @@ def replace_folder(temporary: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _held(files: dict[str, Path], name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, slice] | None]:
+    """The name under which the folder has a tensor, and what of it where it is in one with other experts'."""
+    match = None if name in files else _EXPERT.fullmatch(name)
+    if match is None:
+        return name, None
+    layer, expert, matrix = match.groups()
+    first = shape[0] if matrix == "up" else 0  # gates come first
+    return f"{layer}.{'down' if matrix == 'down' else 'gate_up'}_proj", (int(expert), slice(first, first + shape[0]))
+
+
+def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    shards: list[Path] = []
+    shard: dict[str, Tensor] = {}
+    files: dict[str, int] = {}
+    size = total = 0
+
+    def write() -> None:
+        shards.append(folder / f"shard_{len(shards)}")
+        save_file(shard, shards[-1], metadata={"format": "pt"})
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > shard_bytes:
+            write()
+            size = 0
+        shard[name] = tensor.contiguous().cpu()
+        files[name] = len(shards)
+        size += tensor.nbytes
+        total += tensor.nbytes
+    write()
+    if len(shards) == 1:
+        shards[0].rename(folder / _WEIGHTS)
+        return
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for path, name in zip(shards, names, strict=True):
+        path.rename(folder / name)
+    index = {"metadata": {"total_size": total}, "weight_map": {name: names[number] for name, number in files.items()}}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
 def _files(folder: Path) -> dict[str, Path]:
     """Where each tensor of the folder lies."""
     if (folder / _INDEX).exists():
@@ -86,8 +159,12 @@ def _files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), path)
 
 
+def _is_index(path: Path) -> bool:
+    return path.name.endswith((".safetensors.index.json", ".bin.index.json"))
+
+
 def _write_config(path: Path, dtype: str) -> None:
-    config = json.loads(path.read_text())
+    config: dict[str, Any] = json.loads(path.read_text())
     config.pop("torch_dtype", None)  # transformers 4's name of the key
     config["dtype"] = dtype
     path.write_text(json.dumps(config, indent=2) + "\n")

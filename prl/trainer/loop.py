@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
 
 from prl.config.hf_config import read_model_config
 from prl.control.child import Child
@@ -19,11 +18,12 @@ from prl.streams.steps import read_step
 from prl.trainer.checkpoint import load_checkpoint, save_checkpoint
 from prl.trainer.engine import Engine, build_engine
 from prl.trainer.hf_folder import read_weights, write_folder
-from prl.trainer.mapping import export_weights, load_weights, random_weights
+from prl.trainer.mapping import export_weights, load_weights
 from prl.trainer.model import build_model
 from prl.trainer.parallel import Channel, shares_weights, start_groups, stop_groups
 from prl.trainer.reference import build_reference
 from prl.trainer.step import train_step
+from prl.trainer.table import Sliced, random_weights
 from prl.trainer.weights_out import WeightsOut
 
 
@@ -64,7 +64,7 @@ def _start_engine(child: Child) -> tuple[Engine, int]:
     chunks = build_model(model, config.train)
     resume = os.environ.get("PRL_RESUME")
 
-    def initial_weights() -> Iterator[tuple[str, Tensor]]:
+    def initial_weights() -> Iterator[tuple[str, Sliced]]:
         drawn = config.model.init == "random"
         return random_weights(model, config.run.seed) if drawn else read_weights(child.run.model, model)
 

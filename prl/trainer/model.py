@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from prl.config.hf_config import ModelConfig
 from prl.trainer import device
-from prl.trainer.layers import PackedAttention, PackedRotary, RMSNorm, inverse_frequencies
+from prl.trainer.layers import PackedAttention, PackedRotary, RMSNorm
 from prl.trainer.options import TrainOptions
+from prl.trainer.rotary import attention_scale, inverse_frequencies
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -47,6 +48,8 @@ def transformer_config(model: ModelConfig, options: TrainOptions) -> Transformer
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
+        softmax_scale=attention_scale(model),
+        window_size=(model.window - 1, 0) if model.window else None,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
@@ -56,6 +59,8 @@ def transformer_config(model: ModelConfig, options: TrainOptions) -> Transformer
         pipeline_model_parallel_size=options.pipeline_parallel,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline if options.virtual_pipeline > 1 else None,
         variable_seq_lengths=options.pipeline_parallel > 1,  # stages tell each other how long a micro-batch is
+        batch_p2p_comm=options.virtual_pipeline == 1,  # see prl.trainer.pipeline
+        moe_token_dispatcher_type="alltoall",  # the one that goes with this, even where there are no experts
         expert_model_parallel_size=options.expert_parallel,
         expert_tensor_parallel_size=1,  # an expert is whole on one rank
         context_parallel_size=options.context_parallel,
@@ -71,7 +76,23 @@ def transformer_config(model: ModelConfig, options: TrainOptions) -> Transformer
         persist_layer_norm=device.has_transformer_engine(),
         cross_entropy_loss_fusion=False,
         **_RECOMPUTE[options.recompute],
+        **_experts(model),
     )
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    if not model.experts:
+        return {}
+    return {
+        "num_moe_experts": model.experts,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "moe_router_topk": model.experts_per_token,
+        "moe_router_pre_softmax": not model.experts_weights_sum_to_one,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": device.has_transformer_engine(),
+    }
 
 
 def build_model(model: ModelConfig, options: TrainOptions) -> list[GPTModel | Float16Module]:
@@ -118,8 +139,12 @@ def unwrap(model: Any) -> GPTModel:
 
 def _layers(config: TransformerConfig, virtual: int | None) -> ModuleSpec | TransformerBlockSubmodules:
     if device.has_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention

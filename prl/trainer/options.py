@@ -14,7 +14,7 @@ class ModelOptions:
         "pretrained"
     )
     architecture: Annotated[
-        Literal["qwen2", "qwen3", "llama"] | None,
+        Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral"] | None,
         "with init: random and no path, submission writes a model folder of this architecture and the sizes below",
     ] = None
     tokenizer: Annotated[Literal["digits", "bytes"], "tokenizer written beside such a model"] = "digits"
@@ -24,6 +24,9 @@ class ModelOptions:
     kv_heads: Annotated[int, "key and value heads of such a model", AtLeast(1)] = 1
     head_dim: Annotated[int, "width of a head of such a model", AtLeast(1)] = 32
     ffn_size: Annotated[int, "width of the feed-forward layer of such a model", AtLeast(1)] = 256
+    experts: Annotated[int, "experts in the place of that layer (qwen3_moe)", AtLeast(2)] = 8
+    experts_per_token: Annotated[int, "experts that a token goes through (qwen3_moe)", AtLeast(2)] = 2
+    expert_ffn_size: Annotated[int, "width of an expert (qwen3_moe)", AtLeast(1)] = 64
     tied: Annotated[bool, "such a model's output layer is its embedding"] = True
     max_positions: Annotated[int, "longest sequence of such a model, in tokens", AtLeast(1)] = 1024
 

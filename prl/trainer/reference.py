@@ -13,6 +13,7 @@ from prl.trainer.head import hidden_states, token_logprobs
 from prl.trainer.mapping import export_weights, load_weights
 from prl.trainer.model import build_model
 from prl.trainer.options import TrainOptions
+from prl.trainer.table import Sliced
 from prl.weights.digest import part, total
 
 
@@ -43,8 +44,8 @@ class Reference:
         return token_logprobs(model, hidden_states(model, batch), batch.targets, self.config, self.options)[0]
 
 
-def build_reference(config: ModelConfig, options: TrainOptions, weights: Iterable[tuple[str, Tensor]]) -> Reference:
-    """`weights`: the initial policy's full tensors, in the order of `mapping.tensor_shapes`. A collective of the
+def build_reference(config: ModelConfig, options: TrainOptions, weights: Iterable[tuple[str, Sliced]]) -> Reference:
+    """`weights`: the initial policy's full tensors, in the order of `table.tensor_shapes`. A collective of the
     tensor-parallel ranks."""
     chunks = build_model(config, options)
     load_weights(chunks, config, weights)

@@ -6,9 +6,10 @@ from prl.control.threaded import ThreadedClient
 from prl.metrics import names
 from prl.trainer import device
 from prl.trainer.engine import Engine
-from prl.trainer.mapping import export_weights, tensor_shapes
+from prl.trainer.mapping import export_weights
 from prl.trainer.model import DTYPES
 from prl.trainer.parallel import Channel, shares_weights
+from prl.trainer.table import tensor_shapes
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, to_json
 from prl.weights.transport import TrainerEnd

@@ -45,6 +45,9 @@ def test_the_byte_tokenizer_and_its_chat_template(tmp_path):
         ("qwen2", "Qwen2ForCausalLM", 16 * 64 + 2 * (64 * 192 + 3 * 64 * 256 + 128 + 128) + 64),
         ("qwen3", "Qwen3ForCausalLM", 16 * 64 + 2 * (64 * 192 + 3 * 64 * 256 + 128 + 64) + 64),
         ("llama", "LlamaForCausalLM", 16 * 64 + 2 * (64 * 192 + 3 * 64 * 256 + 128) + 64),
+        ("mistral", "MistralForCausalLM", 16 * 64 + 2 * (64 * 192 + 3 * 64 * 256 + 128) + 64),
+        # 8 experts, which a router of 8 x 64 chooses from
+        ("qwen3_moe", "Qwen3MoeForCausalLM", 16 * 64 + 2 * (64 * 192 + 8 * (3 * 64 * 64 + 64) + 128 + 64) + 64),
     ],
 )
 def test_the_config_makes_the_model(tmp_path, architecture, name, parameters):

@@ -37,12 +37,13 @@ def main(folder: Path) -> None:
     from prl.trainer.engine import Engine, build_engine
     from prl.trainer.head import Head, logprobs_and_entropies
     from prl.trainer.hf_folder import read_weights, write_folder
-    from prl.trainer.mapping import export_weights, load_weights, named_parameters, random_weights, tensor_shapes
+    from prl.trainer.mapping import export_weights, load_weights, named_parameters
     from prl.trainer.model import build_model
     from prl.trainer.packing import buckets, packed_sequences
     from prl.trainer.parallel import Channel, start_groups, stop_groups
     from prl.trainer.reference import Reference, build_reference
     from prl.trainer.step import train_step
+    from prl.trainer.table import random_weights, tensor_shapes
     from prl.weights.digest import digest
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
