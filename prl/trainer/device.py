@@ -38,6 +38,14 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def attention(dtype: torch.dtype) -> str:
+    """Which attention over packed sequences there is for this dtype: "transformer engine", torch's "varlen", or "sdpa", a call
+    of torch's fused one for each bucket of lengths."""
+    if has_transformer_engine():
+        return "transformer engine"
+    return "varlen" if torch.cuda.is_available() and dtype in (torch.bfloat16, torch.float16) else "sdpa"
+
+
 def name() -> str:
     """The accelerator's, as its driver gives it; empty where there is none."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""

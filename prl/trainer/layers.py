@@ -9,7 +9,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
+from prl.trainer import device
 from prl.trainer.packing import PackedSequences
 
 
@@ -23,8 +25,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention inside each packed sequence, within the model's window if it has one: one call of torch's fused
-    attention a length bucket."""
+    """Causal attention inside each packed sequence, within the model's window if it has one: one call of torch's attention over
+    sequences of any lengths where the device has it, otherwise one of its fused attention a length bucket."""
 
     def __init__(self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **unused: Any) -> None:
         super().__init__(config=config)
@@ -46,6 +48,14 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             raise ValueError("packed attention needs the layout that packed_sequences() makes")
         tokens, _, heads, head_dim = query.shape
         shared = heads != key.size(2)
+        if device.attention(query.dtype) == "varlen":
+            starts, longest = packed_seq_params.boundaries, packed_seq_params.max_seqlen_q
+            q, k, v = (x.squeeze(1) for x in (query, key, value))
+            window = (-1 if self.before is None else self.before, 0)
+            output = varlen_attn(
+                q, k, v, starts, starts, longest, longest, scale=self.scale, window_size=window, enable_gqa=shared
+            )
+            return output.reshape(tokens, 1, heads * head_dim)
         q, k, v = (layout.pad(x.reshape(tokens, -1)) for x in (query, key, value))
         outputs = []
         for bucket in layout.buckets:

@@ -57,8 +57,9 @@ class _Rearrange(torch.autograd.Function):
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """What Megatron hands through the model for packed input: the tokens' positions and the padded layout."""
+    """What Megatron hands through the model for packed input: where sequences begin, positions, the padded layout."""
 
+    boundaries: Tensor | None = None  # [S + 1] int32
     positions: Tensor | None = None  # [T], from 0 in each sequence
     layout: Buckets | None = None
 
@@ -66,8 +67,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 def packed_sequences(boundaries: npt.NDArray[np.int32], positions: Tensor) -> PackedSeqParams:
     """`boundaries` [S + 1] of S sequences, `positions` [T] on the device that computes."""
     longest = int(np.diff(boundaries).max())
+    starts = torch.from_numpy(boundaries.astype(np.int32)).to(positions.device)
     if has_transformer_engine():
-        starts = torch.from_numpy(boundaries.astype(np.int32)).to(positions.device)
         return PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
         )
@@ -76,6 +77,7 @@ def packed_sequences(boundaries: npt.NDArray[np.int32], positions: Tensor) -> Pa
         qkv_format="sbhd",
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        boundaries=starts,
         positions=positions,
         layout=buckets(boundaries, positions.device),
     )

@@ -1,0 +1,68 @@
+"""What a step cost: seconds by phase, tokens and padding, model FLOP utilisation, memory."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from prl.config.hf_config import ModelConfig
+from prl.metrics import names
+from prl.streams.records import MicroBatch
+from prl.trainer import device
+from prl.trainer.flops import peak_flops, step_flops
+from prl.trainer.options import TrainOptions
+
+
+class Stopwatch:
+    """Seconds by phase, with the accelerator's work done at both ends of each."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        yield
+        torch.cuda.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def efficiency(
+    config: ModelConfig,
+    options: TrainOptions,
+    microbatches: Sequence[MicroBatch],
+    computed: Sequence[MicroBatch],
+    seconds: dict[str, float],
+) -> dict[str, float]:
+    """Metrics over all ranks, equal on all of them, of a step that took this rank `seconds` for its `microbatches`; for want of
+    any it `computed` an idle one. A collective of all ranks."""
+    share = options.tensor_parallel
+    slots = sum(-(-len(batch.tokens) // share) * share for batch in computed)  # as batch.to_device pads them
+    lengths = np.concatenate([np.diff(batch.boundaries).astype(np.int64) for batch in microbatches] or [np.zeros(0, np.int64)])
+    on_device = device.device()
+    sums = torch.tensor([lengths.sum(), slots, step_flops(config, lengths)], dtype=torch.float64, device=on_device)
+    maxima = torch.tensor([*seconds.values(), device.take_peak_memory_bytes()], dtype=torch.float64, device=on_device)
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    tokens, slots_of_all, flops = sums.tolist()
+    *slowest, memory = maxima.tolist()
+    found = {
+        names.ALL_TOKENS: tokens,
+        names.PADDING: 1 - tokens / slots_of_all,
+        names.PEAK_MEMORY_BYTES: memory,
+        **dict(zip(seconds, slowest, strict=True)),
+    }
+    peak = _peak_flops(options)
+    return found | {names.MFU: flops / (peak * dist.get_world_size() * sum(slowest))} if peak else found
+
+
+def _peak_flops(options: TrainOptions) -> float | None:
+    """Of one rank's accelerator, in `dtype`; None where it is not known."""
+    if options.peak_tflops:
+        return options.peak_tflops * 1e12
+    return peak_flops(device.name()) if options.dtype == "bfloat16" else None
