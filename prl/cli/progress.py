@@ -99,6 +99,11 @@ def follow(
         for event in follower.read():
             if event.attempt == attempt:
                 progress.take(event)
+                if event.kind == names.SAVE_FAILED:
+                    words = f"warning: the checkpoint of step {event.step} failed, and the run goes on: "
+                    words += console.printable(event.labels.get("error", ""))
+                    stream.write(f"\r{words}\x1b[K\n" if overwrite else f"{words}\n")
+                    last = ""
                 if event.role in LEADERS and event.index == 0:
                     heard = clock()
         silent_s = 0.0 if heard is None else clock() - heard

@@ -13,6 +13,7 @@ from prl.config.layout import layout_problems, tensor_misfit
 from prl.config.load import ConfigError, out_of_bounds, replace
 from prl.config.loss_checks import loss_problems, loss_warnings
 from prl.config.machine import free_memory_bytes, machine_problems
+from prl.config.optimizer_checks import optimizer_problems
 from prl.config.schema import Config
 
 NAME_CHARACTERS = 100
@@ -39,6 +40,7 @@ _OWN_ENGINE_PREFIXES = ("data-parallel-", "ssl-")
 LIMITS = {  # of every whole number: far above what any run needs, and below what breaks something
     2**63: "run.seed",
     10**9: "run.steps run.max_lag run.evaluate_every_steps run.evaluate_problems run.epochs train.warmup_steps "
+    "train.schedule_steps train.max_skipped_steps train.checkpoint_keep_last train.checkpoint_keep_every_steps "
     "train.checkpoint_every_steps train.coefficient_steps preprocess.pack_tokens preprocess.denominator_tokens",
     10**8: "sample.max_model_len actor.max_tokens model.max_positions",
     10**7: "model.ffn_size model.expert_ffn_size cluster.time_min",
@@ -91,6 +93,7 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     problems += _sbatch(config)
     problems += _parts(config)
     problems += loss_problems(config)
+    problems += optimizer_problems(config)
     problems += layout_problems(config.train, model)
     problems += _engine_args(config)
     problems += _domains(config)

@@ -42,6 +42,9 @@ class Journal:
     def checkpointed(self, step: int, values: Mapping[str, float]) -> None:
         self._metrics.write(values, step=step, kind=names.CHECKPOINT)
 
+    def save_failed(self, step: int, words: str, values: Mapping[str, float]) -> None:
+        self._metrics.write(values, step=step, kind=names.SAVE_FAILED, labels={"error": words})
+
     async def feed_tensorboard(self) -> None:
         """Keep TensorBoard's file up to date, until cancelled."""
         while self._tensorboard is not None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,14 @@ from prl.control.server import Answer, Bell, ControlServer, Member
 from prl.flow.evaluations import Evaluation
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
+from prl.orchestrator.checkpoints import Checkpoints, Moment
 from prl.orchestrator.journal import Journal
 from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, Outcome, conclude
-from prl.orchestrator.reclaim import Reclaimer
 from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
 from prl.orchestrator.steps import StepDesk
 from prl.orchestrator.stop_rule import Score, StopRule
 from prl.orchestrator.updates import Committed, Replica, UpdateError, WeightUpdater
-from prl.runfolder.manifest import Manifest, Part, write_manifest
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 
@@ -51,6 +50,10 @@ class Orchestrator:
         self._ledger = LedgerWriter(run.ledger(plan.attempt))
         self._ledger_desk = LedgerDesk(self._ledger.append)
         record = self._record = self._ledger_desk.record
+        self._journal = Journal(run, plan.attempt, config.metrics)
+        self._checkpoints = Checkpoints(
+            run, config, plan.attempt, start, self._journal, now=self._moment, settled=self._ledger_desk.settled
+        )
         self._rollouts = RolloutDesk(
             self._dispatcher,
             record,
@@ -58,7 +61,7 @@ class Orchestrator:
             facts=self._facts_for_actors,
             hungry=lambda: self._steps.hungry,
             on_evaluation=self._evaluated,
-            on_announced=self._announced,
+            on_announced=self._checkpoints.announced,
         )
         self._steps = StepDesk(
             self._dispatcher,
@@ -70,8 +73,7 @@ class Orchestrator:
             lineage=start.resume.lineage,
             waiting=start.waiting,
             on_trained=self._trained,
-            save_now=self._save_now,
-            on_checkpoint=self._checkpoint,
+            save_now=self._checkpoints.due,
         )
         self._updater = WeightUpdater(
             token,
@@ -85,6 +87,7 @@ class Orchestrator:
             {
                 **self._rollouts.handlers(),
                 **self._steps.handlers(),
+                **self._checkpoints.handlers(),
                 "children": self._children,
                 "child_ended": self._child_ended,
                 "node_done": self._node_done,
@@ -95,12 +98,6 @@ class Orchestrator:
             on_join=self._joined,
             on_fail=self._failed,
         )
-        self._journal = Journal(run, plan.attempt, config.metrics)
-        self._reclaimer = Reclaimer(run, plan.attempt)
-        # Step and state of the newest checkpoint. What it makes superfluous stays until the next one: should that turn out
-        # damaged, a resume goes on from this one.
-        self._before: tuple[int, Mapping[str, Any]] | None = None
-        self._reclaims = config.streams.keep == "needed" and config.streams.backend == "folder"
 
     async def serve(self, host: str) -> str:
         """Open the control plane and say where it is."""
@@ -338,31 +335,7 @@ class Orchestrator:
         self._steps.finishing = True
         self._bell.ring()
 
-    def _save_now(self, step: int) -> bool:
-        every = self._config.train.checkpoint_every_steps
-        return bool(every) and step % every == 0
-
-    def _announced(self, announcement: Mapping[str, Any]) -> None:
-        if self._reclaims:
-            self._reclaimer.announced(announcement)
-
-    async def _checkpoint(self, step: int, parts: Sequence[Part]) -> None:
-        """The trainer's files of a checkpoint are durable: the manifest makes it count."""
-        state, reached = self._dispatcher.state(), self._stop_rule.reached
-        cursors, last_step = self._rollouts.cursors(), self._steps.next_step - 1
-        await self._ledger_desk.settled()  # the state counts on these rows
-        manifest = Manifest(
-            step=step,
-            attempt=self._plan.attempt,
-            lineage=self._start.resume.lineage,
-            forks=self._start.forks,
-            dispatcher=state,
-            streams={"rollouts": cursors, "steps": last_step},
-            evaluations_reached=reached,
-            parts=parts,
-        )
-        await asyncio.to_thread(write_manifest, self._run, manifest)
-        if self._reclaims and self._before is not None:
-            await asyncio.to_thread(self._reclaimer.reclaim, *self._before)
-        self._before = step, state
-        self._journal.checkpointed(step, self._reclaimer.metrics())
+    def _moment(self) -> Moment:
+        """What a checkpoint of the last trained step has to say of the run."""
+        streams = {"rollouts": self._rollouts.cursors(), "steps": self._steps.next_step - 1}
+        return Moment(self._steps.trained, self._dispatcher.state(), streams, self._stop_rule.reached)

@@ -7,8 +7,9 @@ recorded first, so that an audit can tell it from what was lost.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prl.runfolder.paths import RunFolder
@@ -41,9 +42,8 @@ class Reclaimer:
     def reclaim(self, step: int, state: Mapping[str, Any]) -> None:
         """Delete what lies behind the durable checkpoint of `step`; `state` is the dispatcher's in its manifest. Whatever fails
         is logged and counted, and tried again next time."""
-        in_flight = frozenset((int(group), int(facts["issue"])) for group, facts in state["groups"].items())
         try:
-            files = [*self._steps(step), *self._rollouts(in_flight)]
+            files = [*self._steps(step), *self._rollouts(partial(_had_ended, state))]
             if files:
                 record_reclaimed(self.run, files)
         except (OSError, StreamError) as error:
@@ -74,22 +74,28 @@ class Reclaimer:
             if number.isdigit() and int(number) <= step:
                 yield Reclaimed("step", self._name(file), file.bytes, file.checksum, step=int(number))
 
-    def _rollouts(self, in_flight: frozenset[tuple[int, int]]) -> Iterator[Reclaimed]:
+    def _rollouts(self, had_ended: Callable[[int, int], bool]) -> Iterator[Reclaimed]:
         for writer in sorted(path for path in self.run.rollouts.iterdir() if path.is_dir()):
             for _, file in list_published(writer)[:-1]:
                 name = self._name(file)
                 if name not in self._groups and file.attempt < self.attempt:
                     self._groups[name] = _groups_in(file)
                 groups = self._groups.get(name)  # None: not announced yet
-                if groups is not None and in_flight.isdisjoint(groups):
+                if groups is not None and all(had_ended(group, issue) for group, issue in groups):
                     yield Reclaimed("rollouts", name, file.bytes, file.checksum, groups)
 
     def _name(self, file: StreamFile) -> str:
         return file.path.relative_to(self.run.path).as_posix()
 
 
+def _had_ended(state: Mapping[str, Any], group: int, issue: int) -> bool:
+    """Whether this issue of a group had come to its end by the time of a dispatcher's state."""
+    flight = state["groups"].get(str(group))
+    return group < state["next_group"] if flight is None else issue < int(flight["issue"])
+
+
 def _groups_in(file: StreamFile) -> Pairs:
     """What an earlier attempt's file holds. Raises StreamError."""
-    batches, _ = open_arrow(file.path, read_checked(file.path, file.bytes, file.checksum), KIND, SCHEMA, None)
+    batches = open_arrow(file.path, read_checked(file.path, file.bytes, file.checksum), KIND, SCHEMA, None).batches
     pairs = [zip(*(batch.column(name).to_pylist() for name in ("group_id", "issue")), strict=True) for batch in batches]
     return tuple(dict.fromkeys((int(group), int(issue)) for found in pairs for group, issue in found))

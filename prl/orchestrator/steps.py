@@ -1,6 +1,6 @@
-"""The steps' side of the control plane: step files from the preprocessor to the trainer, trained steps, checkpoints."""
+"""The steps' side of the control plane: step files from the preprocessor to the trainer, and trained steps."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,6 @@ from prl.flow.dispatcher import Dispatcher
 from prl.flow.events import from_rows
 from prl.flow.ids import RolloutId
 from prl.orchestrator.rollouts import LONG_POLL_S, Record, RolloutDesk
-from prl.runfolder.manifest import Part
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class StepDesk:
         waiting: Sequence[StepEntry],
         on_trained: Callable[[int, Mapping[str, float], Mapping[str, float]], bool],
         save_now: Callable[[int], bool],
-        on_checkpoint: Callable[[int, Sequence[Part]], Awaitable[None]],
     ) -> None:
         self.trained = trained
         self.finishing = False  # the trainer saves, exports and ends
@@ -51,7 +49,6 @@ class StepDesk:
         self._entries = {int(entry.file["step"]): entry for entry in waiting}
         self._on_trained = on_trained
         self._save_now = save_now
-        self._on_checkpoint = on_checkpoint
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -59,7 +56,6 @@ class StepDesk:
             "step_file": self._step_file,
             "next_step": self._next_step,
             "trained": self._trained,
-            "checkpoint": self._checkpoint,
             "exported": self._exported,
         }
 
@@ -135,10 +131,6 @@ class StepDesk:
         self.finishing = self._on_trained(step, body["metrics"], entry.metrics) or self.finishing
         self._bell.ring()
         return {"stop": self.finishing, "save": self._save_now(step)}
-
-    async def _checkpoint(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        await self._on_checkpoint(int(body["step"]), [Part(**part) for part in body["parts"]])
-        return {}
 
     async def _exported(self, member: Member, body: Mapping[str, Any]) -> Answer:
         self.exported = True

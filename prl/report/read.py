@@ -126,7 +126,7 @@ def read_run(path: Path | str) -> RunRecord:
         phases=_phases(events),
         usage=_usage(events),
         discards=discards,
-        notes=[*notes, *odd, *ends, *_refused(run, attempts)],
+        notes=[*notes, *odd, *ends, *_refused(run, attempts), *_failed_saves(events)],
         sizes=_sizes(run.path),
         newest_event=max((event.time for event in events), default=None),
     )
@@ -140,6 +140,12 @@ def _refused(run: RunFolder, attempts: Sequence[int]) -> Iterator[str]:
                 yield from (f"attempt {attempt}: {words}" for words in read_plan(run.plan(attempt)).refused)
             except PlanError as error:
                 yield str(error)
+
+
+def _failed_saves(events: Iterable[Event]) -> Iterator[str]:
+    for event in events:
+        if event.kind == names.SAVE_FAILED:
+            yield f"attempt {event.attempt}: the checkpoint of step {event.step} failed: {event.labels.get('error', '')}"
 
 
 def _events(folder: Path) -> tuple[list[Event], Sequence[str]]:

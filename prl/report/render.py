@@ -84,6 +84,8 @@ def _learning(s: Summary) -> Iterator[str]:
         shown = _thinned(points)
         yield "  at step   " + " ".join(f"{step:>6}" for step, _ in shown)
         yield "  reward    " + " ".join(f"{value:>6.3f}" for _, value in shown)
+    if s.skipped_steps:
+        yield f"skipped     {s.skipped_steps:,} steps left the weights as they were: their gradient was not finite"
     if s.latest:
         yield "newest      " + ", ".join(f"{_LATEST_WORDS[name]} {value:.4g}" for name, value in s.latest.items())
 

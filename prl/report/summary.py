@@ -64,6 +64,7 @@ class Summary:
     lag_shares: Mapping[int, float]  # of the trained tokens
     max_lag: int | None  # the limit
     mixed_version_share: float
+    skipped_steps: int  # whose gradient was not finite
     trained_tokens: float
     trained_tokens_per_s: float
     rollouts: float
@@ -120,6 +121,7 @@ def summarize(record: RunRecord, now: float) -> Summary:
         lag_shares=_lag_shares(steps.columns),
         max_lag=options.get("max_lag"),
         mixed_version_share=_weighted_mean(steps.column(names.MIXED_VERSION_SHARE), steps.column(names.ROLLOUTS)),
+        skipped_steps=int(np.nansum(steps.column(names.SKIPPED))),
         trained_tokens=float(tokens),
         trained_tokens_per_s=_ratio(tokens, seconds),
         rollouts=float(rollouts),

@@ -9,7 +9,7 @@ _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
 
 class RunFolder:
-    """The folder of one run. Nothing here touches the disk but `create`, `attempts` and `manifests`."""
+    """The folder of one run. Nothing here touches the disk but `create`, `attempts`, `checkpoint_folders` and `manifests`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -133,14 +133,15 @@ class RunFolder:
                 found.append(int(match.group(1)))
         return sorted(found)
 
+    def checkpoint_folders(self) -> list[tuple[int, Path]]:
+        """(step, folder) of every checkpoint, rising, finished or not."""
+        found = [(_STEP_FOLDER.fullmatch(path.name), path) for path in self.checkpoints.glob("step_*")]
+        return sorted((int(match.group(1)), path) for match, path in found if match)
+
     def manifests(self) -> list[tuple[int, Path]]:
         """(step, manifest.json) of every finished checkpoint, rising. A checkpoint without a manifest does not exist."""
-        found = []
-        for path in self.checkpoints.glob("step_*/manifest.json"):
-            match = _STEP_FOLDER.fullmatch(path.parent.name)
-            if match:
-                found.append((int(match.group(1)), path))
-        return sorted(found)
+        named = [(step, folder / "manifest.json") for step, folder in self.checkpoint_folders()]
+        return [(step, path) for step, path in named if path.exists()]
 
     def create(self) -> None:
         """Make the folder (for its owner alone) and what every run has in it."""

@@ -1,109 +1,296 @@
 """Checkpoints of the trainer in Megatron's torch_dist form: model, optimizer, step and the digest of the reference, if there
-is one, for any tensor parallelism.
+is one, for any split over tensor, pipeline, expert and data parallelism.
 
-A checkpoint folder, step_000100, holds them in `trainer/`; the orchestrator's manifest beside it makes it count.
+A checkpoint folder, step_000100, holds them in `trainer/`; the orchestrator's manifest beside it makes it count. A save begins
+with a copy in the host's memory, from which a thread writes the files while training goes on; Megatron's own asynchronous
+writer is a forked process, which has more ways to go wrong beside threads, sockets and accelerators, and to be left behind.
 """
 
-import multiprocessing
+import queue
 import shutil
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from multiprocessing.managers import SyncManager
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
-from torch.distributed.checkpoint.api import CheckpointException
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 
-from prl.control.parent import end_with_parent
 from prl.runfolder.manifest import Part, part_of
+from prl.runfolder.publish import in_words
 from prl.trainer.engine import Engine
 from prl.trainer.hf_folder import replace_folder, sync
+from prl.trainer.parallel import Channel
 
 _PART = "trainer"
+_OPTIONS = ("dtype", "distributed_optimizer")  # that a checkpoint depends on
+T = TypeVar("T")
 
 
-def save_checkpoint(engine: Engine, folder: Path, step: int) -> list[Part]:
-    """Write `folder`/trainer, durable when this returns; gives the files that this rank wrote, with their checksums, which are
-    taken while the filesystem writes back. A collective of all ranks; an older one of the name is replaced (it belongs to a
-    lineage that was left). Raises OSError."""
-    _start_writers_queue()
+class SaveError(Exception):
+    """A checkpoint could not be written; raised on all ranks alike. The message says where and why."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint on its way."""
+
+    step: int
+    folder: Path
+    began: float  # time.monotonic()
+    plan: "_Plan"
+    written: "Future[tuple[list[Any], list[Part]]]"  # by this rank: what .metadata says of its files, and the files
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / f".tmp-{_PART}"
+
+
+class _Plan(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's plan of who writes what, with the parts at hand that it would hide in its functions."""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, async_strategy: str) -> Any:
+        self.writer, self.metadata, _ = planned
+        return super()._get_save_and_finalize_callbacks(writer, planned, async_strategy)
+
+
+def begin_save(engine: Engine, channel: Channel, folder: Path, step: int) -> Save:
+    """Copy version `step` and begin to write the copy below `folder`. A collective of all ranks, to be followed by
+    `finish_save`. Raises SaveError."""
+    began = time.monotonic()
+    plan = _Plan()
     temporary = folder / f".tmp-{_PART}"
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
+
+    def make_folder() -> None:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+    _on_all(channel, folder, make_folder)
+    filesystem_async._results_queue = queue.SimpleQueue()  # else Megatron starts a process to hold one
+    dist_checkpointing.save(
+        _state(engine, channel, step),
+        str(temporary),
+        sharded_strategy=plan,
+        async_sharded_save=True,
+        async_strategy="mcore",
+        content_metadata={key: value for key, value in _content().items() if key != "dp_cp_group"},
+    )
+    buckets = _copied(plan.writer, _live_storages(engine))
+    pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    written = pool.submit(_write, plan.writer, buckets, temporary)
+    pool.shutdown(wait=False)
+    return Save(step, folder, began, plan, written)
+
+
+def finish_save(save: Save, channel: Channel) -> list[Part]:
+    """Wait until the files are written, and give them their name: durable when this returns. Returns all files of all ranks.
+    A collective of all ranks; an older checkpoint of the name is replaced (it belongs to a lineage that was left). Raises
+    SaveError."""
+    leader = dist.get_rank() == 0
     try:
-        dist_checkpointing.save(_state(engine, step, is_loading=False), str(temporary))
-    except CheckpointException as error:  # it is no Exception, and says neither where nor, often, why
-        raise OSError(
-            f"{folder}: the checkpoint could not be written; this process's log says why. Look whether space and quota are "
-            f"left there (df -h, df -i, quota)"
-        ) from error
-    mine = sorted(temporary.glob(f"__{dist.get_rank()}_*"))
-    if dist.get_rank() == 0:
-        mine += sorted(path for path in temporary.iterdir() if not path.name.startswith("__"))
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.map(lambda path: part_of(temporary, path), mine)
-        for path in mine:
-            sync(path)  # each node must write back its own
-        parts = [replace(part, path=f"{_PART}/{part.path}") for part in reading]
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / "manifest.json").unlink(missing_ok=True)
-        replace_folder(temporary, folder / _PART)
-    dist.barrier()
-    return parts
+        results, parts = _on_all(channel, save.folder, save.written.result)
+        of_all: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(results, of_all if leader else None)
 
+        def commit() -> list[Part]:
+            if not leader:
+                return []
+            save.plan.writer.finish(save.plan.metadata, of_all)
+            save_config(CheckpointingConfig(save.plan.backend, save.plan.version), str(save.temporary))
+            index = [path for path in sorted(save.temporary.iterdir()) if not path.name.startswith("__")]
+            found = [part_of(save.temporary, path) for path in index]
+            (save.folder / "manifest.json").unlink(missing_ok=True)
+            replace_folder(save.temporary, save.folder / _PART)
+            return found
 
-def _start_writers_queue() -> None:
-    """Megatron's writers answer through a process, which as Megatron starts it would outlive a killed trainer."""
-    if filesystem_async._results_queue is None:
-        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        manager.start(end_with_parent)
-        filesystem_async._results_queue = manager.Queue()
+        parts = parts + _on_all(channel, save.folder, commit)
+    except SaveError:
+        if leader:
+            shutil.rmtree(save.temporary, ignore_errors=True)
+            with suppress(OSError):
+                save.folder.rmdir()
+        raise
+    gathered = channel.gather([(f"{_PART}/{part.path}", part.bytes, part.checksum) for part in parts])
+    return [Part(*part) for part in chain.from_iterable(gathered)]
 
 
 def load_checkpoint(engine: Engine, folder: Path) -> int:
-    """Restore what `save_checkpoint` wrote; returns its step. A collective of all ranks.
+    """Restore what was saved; returns its step. A collective of all ranks.
 
-    Raises FileNotFoundError where nothing was written, ValueError where the engine's reference is not the one of that time.
+    Raises FileNotFoundError where nothing was written, ValueError where it does not fit the engine.
     """
     part = folder / _PART
     if not part.is_dir():
         raise FileNotFoundError(f"{folder} is no checkpoint to resume from: it has no folder {_PART}/")
-    state = dist_checkpointing.load(_state(engine, 0, is_loading=True), str(part))
-    before, now = state.get("reference"), _reference(engine)
+    facts = dist_checkpointing.load_common_state_dict(str(part))["facts"]
+    _check_fit(engine, facts, folder)
+    if facts["trained"]:
+        _allocate(engine)
+    state = dist_checkpointing.load(_sharded(engine, is_loading=True, trained=facts["trained"]), str(part))
+    for key, gpt in _keyed(engine):
+        gpt.load_state_dict(state[key])
+    if facts["trained"]:
+        engine.optimizer.load_state_dict(state["optimizer"])
+        for kept in _optimizer_states(engine):
+            if isinstance(kept.get("step"), torch.Tensor):
+                kept["step"] = kept["step"].clone()  # else all parameters share one count, which rises with each of them
+    else:
+        engine.optimizer.reload_model_params()
+    return int(facts["step"])
+
+
+def _check_fit(engine: Engine, facts: dict[str, Any], folder: Path) -> None:
+    """Raises ValueError where the engine is another one than the checkpoint's."""
+    before, now = facts["reference"], _reference(engine)
     if before and now and before != now:
         raise ValueError(
             f"the initial policy, built again as the reference, has the digest {now}; it was {before} when {folder} was "
             f"written: restore the weights in the model's folder, and run.seed and train.dtype as they were"
         )
-    for key, gpt in _keyed(engine):
-        gpt.load_state_dict(state[key])
-    engine.optimizer.load_state_dict(state["optimizer"])
-    return int(state["step"])
+    for key in _OPTIONS:
+        asked = getattr(engine.options, key)
+        if facts[key] != asked:
+            raise ValueError(
+                f"train.{key} = {asked}: it was {facts[key]} when {folder} was written, and the optimizer's state depends on "
+                f"it: set it as it was"
+            )
 
 
-def _state(engine: Engine, step: int, *, is_loading: bool) -> dict[str, Any]:
-    models = {key: gpt.sharded_state_dict() for key, gpt in _keyed(engine)}
+def _state(engine: Engine, channel: Channel, step: int) -> dict[str, Any]:
+    # An optimizer has no state before its first step, which every step so far may have failed to be.
+    trained = any(channel.gather(bool(_optimizer_states(engine))))
+    facts = {"step": step, "trained": trained, "reference": _reference(engine)}
+    facts |= {key: getattr(engine.options, key) for key in _OPTIONS}
+    return {"facts": facts, **_sharded(engine, is_loading=False, trained=trained)}
+
+
+def _sharded(engine: Engine, *, is_loading: bool, trained: bool) -> dict[str, Any]:
+    """Model and optimizer, or where they are to be put."""
+    content = _content()
+    state: dict[str, Any] = {key: gpt.sharded_state_dict(metadata=content) for key, gpt in _keyed(engine)}
+    if trained:
+        state["optimizer"] = engine.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=content)
+    return state
+
+
+def _content() -> dict[str, Any]:
+    """The form that can be loaded into any split. A distributed optimizer's state is gathered for it in the memory of the first
+    data-parallel rank."""
     return {
-        **models,
-        "optimizer": engine.optimizer.sharded_state_dict(models, is_loading=is_loading),
-        "step": step,
-        "reference": _reference(engine),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
     }
 
 
 def _keyed(engine: Engine) -> list[tuple[str, GPTModel]]:
     """This rank's chunks by their keys in the state."""
-    names = ["model"] if len(engine.chunks) == 1 else [f"model{number}" for number in range(len(engine.chunks))]
-    return list(zip(names, engine.gpts, strict=True))
+    return [(f"model{number}", gpt) for number, gpt in enumerate(engine.gpts)]
+
+
+def _optimizer_states(engine: Engine) -> list[dict[str, Any]]:
+    """What the optimizers of this rank keep of each parameter."""
+    found = [optimizer.optimizer for optimizer in engine.optimizer.chained_optimizers]
+    return [kept for optimizer in found if optimizer is not None for kept in optimizer.state.values()]
+
+
+def _allocate(engine: Engine) -> None:
+    """torch's AdamW in a distributed optimizer has to have its state before Megatron can load it."""
+    if engine.options.distributed_optimizer and not HAVE_APEX_OR_TE:
+        for optimizer in engine.optimizer.chained_optimizers:
+            optimizer._init_optimizer_states_with_dummy_values()
 
 
 def _reference(engine: Engine) -> str:
     """The digest of the reference; empty where there is none."""
     return str(engine.reference.digest) if engine.reference else ""
+
+
+def _live_storages(engine: Engine) -> set[int]:
+    """Addresses of all that a step changes."""
+    tensors = chain(
+        *((*gpt.parameters(), *gpt.buffers()) for gpt in engine.gpts),
+        *(group["params"] for group in engine.optimizer.param_groups),
+        *(kept.values() for kept in _optimizer_states(engine)),
+    )
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
+
+
+def _copied(writer: Any, live: set[int]) -> list[Any]:
+    """What the writer has to write, in memory of the host that no step changes."""
+    buckets = writer.preload_tensors(writer.write_buckets) if writer.write_buckets else []  # copies from accelerators alone
+    writer.write_buckets = None
+
+    def steady(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+
+    return [(path, key, (data, [(item, steady(tensor)) for item, tensor in tensors])) for path, key, (data, tensors) in buckets]
+
+
+def _write(writer: Any, buckets: list[Any], folder: Path) -> tuple[list[Any], list[Part]]:
+    """In a thread: all files of this rank, durable, with their checksums."""
+    results: list[Any] = []
+    parts = []
+    for number, bucket in enumerate(buckets):
+        _, written = writer.write_preloaded_data([writer.transforms], number, bucket, None, None, use_fsync=True)
+        if isinstance(written, Exception):
+            raise written
+        results += written
+        sync(Path(bucket[0]))  # each node must write back its own; Megatron's fsync comes before the last bytes
+        parts.append(part_of(folder, Path(bucket[0])))
+    return results, parts
+
+
+def _on_all(channel: Channel, folder: Path, work: Callable[[], T]) -> T:
+    """Do something on every rank; where it fails on one of them, SaveError on all."""
+    words, result = "", None
+    try:
+        result = work()
+    except Exception as error:
+        words = in_words(error, folder)
+    failed = [said for said in channel.gather(words) if said]
+    if failed:
+        raise SaveError(f"{folder}: the checkpoint could not be written: {failed[0]}")
+    return cast(T, result)
+
+
+# Two faults of Megatron's distributed optimizer.
+
+
+def _set_states(self: DistributedOptimizer, parameter: torch.Tensor, tensors: dict[str, Any]) -> None:
+    """It looks for Adam's count among the tensors it has loaded, where its format does not hold it."""
+    _megatron_set_states(self, parameter, {"step": None, **tensors})
+
+
+def _world_state(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+    """It joins buckets without the padding between them, and then looks for parameters where they lie with it. (An embedding
+    that pipeline stages share has a bucket of its own.)"""
+    state = _megatron_world_state(self, *args, **kwargs)
+    for number, buffer in enumerate(self.buffers if state else ()):
+        for tensors in state[number].values() if len(buffer.buckets) > 1 else ():
+            for key, joined in tensors.items():
+                if isinstance(joined, torch.Tensor):
+                    tensors[key] = joined.new_zeros(buffer.numel)
+                    parts = joined.split([bucket.numel_unpadded for bucket in buffer.buckets])
+                    for bucket, part in zip(buffer.buckets, parts, strict=True):
+                        tensors[key][bucket.offset : bucket.offset + len(part)] = part
+    return state
+
+
+_megatron_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+_megatron_world_state = DistributedOptimizer.get_parameter_state_dp_zero
+DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
+DistributedOptimizer.get_parameter_state_dp_zero = _world_state

@@ -1,18 +1,23 @@
 """The model with its data parallelism and optimizer, which a step changes and a checkpoint holds, and its reference."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
 from prl.config.hf_config import ModelConfig
+from prl.trainer import device
 from prl.trainer.model import DTYPES, unwrap
 from prl.trainer.options import TrainOptions
 from prl.trainer.reference import Reference
+from prl.trainer.schedule import learning_rate
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,6 @@ def build_engine(
             megatron,
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                check_for_nan_in_grad=True,
                 use_distributed_optimizer=options.distributed_optimizer,
             ),
             module,
@@ -48,13 +52,8 @@ def build_engine(
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=options.learning_rate,
+            lr=0.0,  # groups of parameters are known by it in checkpoints; see _set_schedule
             min_lr=0.0,
-            adam_beta1=options.beta1,
-            adam_beta2=options.beta2,
-            adam_eps=options.epsilon,
-            weight_decay=options.weight_decay,
-            clip_grad=options.clip_grad,
             params_dtype=DTYPES[options.dtype],
             bf16=options.dtype == "bfloat16",
             use_distributed_optimizer=options.distributed_optimizer,
@@ -66,11 +65,31 @@ def build_engine(
     return Engine(config, options, chunks, optimizer, reference)
 
 
-def set_schedule(engine: Engine, step: int) -> None:
-    """Learning rate and weight decay of step `step` (from 1): the rate rises linearly over the warm-up, then stays."""
+def optimizer_step(engine: Engine, step: int) -> tuple[float, bool]:
+    """Let the gradients that the passes of step `step` (from 1) have left change the weights. Returns their norm before
+    clipping, and whether the weights have changed: where the norm is not finite, on whichever rank, they and the optimizer's
+    state stay as they were on all of them. A collective of all ranks."""
+    optimizer, options = engine.optimizer, engine.options
+    _set_schedule(engine, step)
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    not_finite = torch.tensor([0.0 if math.isfinite(norm) else 1.0], device=device.device())
+    dist.all_reduce(not_finite, op=dist.ReduceOp.MAX)
+    if not_finite.item():
+        return norm, False
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if options.clip_grad and parameters:
+        clip_grad_by_total_norm_fp32(parameters, max_norm=options.clip_grad, total_norm=norm)
+    optimizer.step_with_ready_grads()
+    return norm, True
+
+
+def _set_schedule(engine: Engine, step: int) -> None:
+    """All that the optimizer goes by is set anew in every step: a checkpoint brings what an earlier attempt went by."""
     options = engine.options
-    rate = options.learning_rate * min(1.0, step / max(1, options.warmup_steps))
     for group in engine.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = learning_rate(options, step)
+        group["betas"] = (options.beta1, options.beta2)
+        group["eps"] = options.epsilon
         # Biases and norms do not decay: Megatron marks their group, and leaves it to the schedule to act on it.
         group["weight_decay"] = options.weight_decay * group["wd_mult"]

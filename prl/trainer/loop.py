@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from prl.control.child import Child
 from prl.control.threaded import ThreadedClient
 from prl.metrics import names
 from prl.streams.steps import read_step
-from prl.trainer.checkpoint import load_checkpoint, save_checkpoint
+from prl.trainer.checkpoint import load_checkpoint
 from prl.trainer.engine import Engine, build_engine
 from prl.trainer.hf_folder import read_weights, write_folder
 from prl.trainer.mapping import export_weights, load_weights
 from prl.trainer.model import build_model
 from prl.trainer.parallel import Channel, shares_weights, start_groups, stop_groups
 from prl.trainer.reference import build_reference
+from prl.trainer.saver import Saver
 from prl.trainer.step import train_step
 from prl.trainer.table import Sliced, random_weights
 from prl.trainer.weights_out import WeightsOut
@@ -49,9 +50,9 @@ def run(child: Child, client: ThreadedClient) -> None:
         start_s=config.control.start_s,
     )
     weights.publish(step)
-    step, saved = _train(child, client, engine, channel, weights, step)
-    if step != saved:  # else the checkpoint is whole, and its manifest says so
-        _save(child, client, engine, channel, step)
+    saver = Saver(child, client, channel, engine, step if "PRL_RESUME" in os.environ else None)
+    step = _train(child, client, engine, channel, weights, saver, step)
+    saver.finish(step)
     _export(child, client, engine, step)
     channel.barrier()
     stop_groups()
@@ -60,8 +61,9 @@ def run(child: Child, client: ThreadedClient) -> None:
 def _start_engine(child: Child) -> tuple[Engine, int]:
     """Model and optimizer, fresh or from the checkpoint that the agent names, with the reference, and the version they are."""
     config = child.config
+    options = replace(config.train, schedule_steps=config.train.schedule_steps or config.run.steps)
     model = read_model_config(child.run.model)
-    chunks = build_model(model, config.train)
+    chunks = build_model(model, options)
     resume = os.environ.get("PRL_RESUME")
 
     def initial_weights() -> Iterator[tuple[str, Sliced]]:
@@ -69,20 +71,20 @@ def _start_engine(child: Child) -> tuple[Engine, int]:
         return random_weights(model, config.run.seed) if drawn else read_weights(child.run.model, model)
 
     load_weights(chunks, model, random_weights(model, config.run.seed) if resume else initial_weights())
-    reference = build_reference(model, config.train, initial_weights()) if config.train.reference == "initial" else None
-    engine = build_engine(chunks, model, config.train, reference)
+    reference = build_reference(model, options, initial_weights()) if options.reference == "initial" else None
+    engine = build_engine(chunks, model, options, reference)
     return engine, load_checkpoint(engine, Path(resume)) if resume else 0
 
 
 def _train(
-    child: Child, client: ThreadedClient, engine: Engine, channel: Channel, weights: WeightsOut, step: int
-) -> tuple[int, int | None]:
-    """Train until told to stop; returns the last step and the last one of which a checkpoint exists."""
-    saved = step if os.environ.get("PRL_RESUME") else None
+    child: Child, client: ThreadedClient, engine: Engine, channel: Channel, weights: WeightsOut, saver: Saver, step: int
+) -> int:
+    """Train until told to stop; returns the last step. Raises FloatingPointError where too many steps in a row are skipped."""
     leader = dist.get_rank() == 0
     ended = time.monotonic()
+    skipped = 0  # steps in a row
     while True:
-        file = _next_file(child, client, channel, step + 1)
+        file = _next_file(child, client, channel, saver, step + 1)
         if file is None:
             break
         waited_s = time.monotonic() - ended
@@ -94,10 +96,17 @@ def _train(
             raise ValueError(f"{file['path']} holds step {data.facts.step}, but step {step + 1} is due")
         mine = data.deal(parallel_state.get_data_parallel_world_size())[parallel_state.get_data_parallel_rank()]
         metrics = train_step(engine, [data.microbatch(index) for index in mine], data.facts)
+        skipped = skipped + 1 if metrics[names.SKIPPED] else 0
+        if skipped > engine.options.max_skipped_steps:
+            raise FloatingPointError(
+                f"step {step + 1} is the {skipped}. in a row whose gradient is not finite (train.max_skipped_steps = "
+                f"{engine.options.max_skipped_steps}): look at the losses and log-probs of the steps before; a lower "
+                f"learning rate, or clipping, may help from the last checkpoint on"
+            )
         step += 1
         metrics.update(weights.publish(step))
         now = time.monotonic()
-        metrics.update({names.WAIT_S: waited_s, names.STEP_S: now - ended})
+        metrics.update({**saver.spent(), names.WAIT_S: waited_s, names.STEP_S: now - ended})
         ended = now
         answer = {"stop": False, "save": False}
         if leader:
@@ -111,18 +120,19 @@ def _train(
         if answer["stop"]:
             break
         if answer["save"]:
-            _save(child, client, engine, channel, step)
-            saved = step
-    return step, saved
+            saver.begin(step)
+    return step
 
 
-def _next_file(child: Child, client: ThreadedClient, channel: Channel, step: int) -> dict[str, Any] | None:
+def _next_file(child: Child, client: ThreadedClient, channel: Channel, saver: Saver, step: int) -> dict[str, Any] | None:
     """The step file's name, size and checksum, or None where the run ends instead. Every answer of the orchestrator goes to
-    all ranks, so that none waits longer than one poll without a word."""
+    all ranks, so that none waits longer than one poll without a word; a checkpoint that has been written counts after the
+    next one at the latest."""
     control = child.config.control
     end = time.monotonic() + control.wait_s
     client.progress(f"waiting for step file {step}")
     while True:
+        saver.look()
         answer: Mapping[str, Any] | None = None
         if dist.get_rank() == 0:
             answer = client.call("next_step", {"step": step}, deadline_s=control.lost_after_s, reason=f"step file {step}")
@@ -134,16 +144,6 @@ def _next_file(child: Child, client: ThreadedClient, channel: Channel, step: int
             return file
         if time.monotonic() > end:
             raise TimeoutError(f"no step file {step} within {control.wait_s:.0f} s: look at the preprocessor and the actors")
-
-
-def _save(child: Child, client: ThreadedClient, engine: Engine, channel: Channel, step: int) -> None:
-    """Checkpoint version `step`, and have the orchestrator write its manifest."""
-    client.progress(f"saving version {step}")
-    written = channel.gather([asdict(part) for part in save_checkpoint(engine, child.run.checkpoint(step), step)])
-    if dist.get_rank() == 0:
-        wait_s = child.config.control.wait_s
-        body = {"step": step, "parts": [part for parts in written for part in parts]}
-        client.call("checkpoint", body, deadline_s=wait_s, reason=f"checkpoint of version {step}")
 
 
 def _export(child: Child, client: ThreadedClient, engine: Engine, step: int) -> None:

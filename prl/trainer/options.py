@@ -59,11 +59,24 @@ class TrainOptions:
     ] = True
     learning_rate: Annotated[float, "AdamW's learning rate after the warm-up", AtLeast(0)] = 1e-6
     warmup_steps: Annotated[int, "steps over which the learning rate rises linearly", AtLeast(0)] = 0
+    schedule: Annotated[
+        Literal["constant", "cosine", "linear"],
+        "after the warm-up the learning rate stays, or falls along half a cosine or a line to min_learning_rate",
+    ] = "constant"
+    schedule_steps: Annotated[
+        int | None, "step at which a falling rate reaches min_learning_rate, where it stays; null: run.steps", AtLeast(1)
+    ] = None
+    min_learning_rate: Annotated[float, "where a falling learning rate ends", AtLeast(0)] = 0.0
     beta1: Annotated[float, "AdamW's first decay", AtLeast(0), Below(1)] = 0.9
     beta2: Annotated[float, "AdamW's second decay", AtLeast(0), Below(1)] = 0.95
     epsilon: Annotated[float, "AdamW's epsilon", Above(0)] = 1e-8
     weight_decay: Annotated[float, "AdamW's weight decay", AtLeast(0)] = 0.0
     clip_grad: Annotated[float, "largest global gradient norm; 0: no clipping", AtLeast(0)] = 1.0
+    max_skipped_steps: Annotated[
+        int,
+        "steps in a row that may leave the weights as they are because their gradient is not finite; one more ends the run",
+        AtLeast(0),
+    ] = 10
     loss: Annotated[
         Literal["ppo", "reinforce", "gspo", "cispo", "dppo_tv", "decoupled_ppo", "sft"],
         "ppo: clipped ratio; reinforce: truncated importance weights on REINFORCE; gspo: clipped ratio of the whole sequence; "
@@ -125,7 +138,16 @@ class TrainOptions:
         "initial: measure the divergence from the initial policy, of which each trainer rank keeps a frozen copy (dtype's 2 or "
         "4 bytes a parameter and one more forward pass)",
     ] = "none"
-    checkpoint_every_steps: Annotated[int, "steps between two checkpoints; 0: only the one at the end", AtLeast(0)] = 0
+    checkpoint_every_steps: Annotated[
+        int,
+        "steps between two checkpoints, which are written while training goes on, from a copy in each node's memory; 0: only "
+        "the one at the end",
+        AtLeast(0),
+    ] = 0
+    checkpoint_keep_last: Annotated[int | None, "newest checkpoints that are kept; null: all", AtLeast(1)] = None
+    checkpoint_keep_every_steps: Annotated[
+        int, "checkpoints of steps that this divides are kept besides; 0: none", AtLeast(0)
+    ] = 0
     recompute: Annotated[
         Literal["none", "selective", "full"],
         "activations computed again in the backward pass instead of being kept; selective: those of the feed-forward layers or "
@@ -133,18 +155,18 @@ class TrainOptions:
     ] = "none"
     head_dtype: Annotated[
         Literal["same", "float32"],
-        "dtype of the output layer's logits; same: dtype's, as the samplers' are; float32: not rounded to that",
+        "dtype of the output layer's logits; same: dtype's, as the samplers'; float32: not rounded to it",
     ] = "same"
     head_chunk_mib: Annotated[
         int,
-        "logits of a trainer rank that exist at once, in MiB of float32 (up to three buffers of that size are in use); fewer make "
-        "smaller matrix products",
+        "logits of a trainer rank that exist at once, in MiB of float32 (up to three buffers of that size are in use); fewer "
+        "make smaller matrix products",
         AtLeast(1),
     ] = 256
     peak_tflops: Annotated[
         float,
-        "TFLOP/s that a trainer rank's accelerator has at most in dtype, of which train/mfu is a share; 0: for bfloat16 what is "
-        "known of its name, otherwise no train/mfu",
+        "TFLOP/s that a trainer rank's accelerator has at most in dtype, of which train/mfu is a share; 0: for bfloat16 what "
+        "is known of its name, otherwise no train/mfu",
         AtLeast(0),
     ] = 0.0
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from prl.metrics import names
 from prl.streams.records import MicroBatch, StepFacts
 from prl.trainer.batch import Batch, idle_microbatch, to_device
-from prl.trainer.engine import Engine, set_schedule
+from prl.trainer.engine import Engine, optimizer_step
 from prl.trainer.head import hidden_states, token_logprobs
 from prl.trainer.measures import Measures
 from prl.trainer.objective import objective
@@ -21,7 +21,9 @@ def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFa
     loss and gradient are the same however the step's micro-batches are made and dealt. Returns the step's metrics over all
     ranks, equal on all of them (but for train/reference_s, which is this rank's).
 
-    Raises RuntimeError where a gradient is not finite, ValueError where the options ask for what the micro-batches lack.
+    Where the gradient is not finite the step is skipped: it makes a version with the weights of the one before.
+
+    Raises ValueError where the options ask for what the micro-batches lack.
     """
     reference = engine.reference
     spent_s = reference.spent_s if reference else 0.0
@@ -39,10 +41,9 @@ def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFa
         micro_batch_size=1,
         forward_only=False,
     )
-    set_schedule(engine, facts.step)
-    _, grad_norm, _ = engine.optimizer.step()
+    norm, changed = optimizer_step(engine, facts.step)
     reduced = measures.reduce(parallel_state.get_data_parallel_group())
-    metrics = {names.GRAD_NORM: float(grad_norm), **reduced}
+    metrics = {names.GRAD_NORM: norm, names.SKIPPED: float(not changed), **reduced}
     return metrics | {"train/reference_s": reference.spent_s - spent_s} if reference else metrics
 
 

@@ -80,6 +80,21 @@ def test_one_line_on_a_terminal(run):
     assert out.getvalue().count("\n") == 1
 
 
+def test_a_failed_save_is_told_at_once(run):
+    (run.attempt(1) / "exit.json").write_text(json.dumps({"outcome": "done", "cause": "", "code": 0}))
+    out = io.StringIO()
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+
+        def fail():
+            writer.write({}, step=4, kind=names.SAVE_FAILED, labels={"error": "disk: no space\x1b"})
+            writer.flush()
+
+        played(run, out, fail, lambda: None)
+    words = "warning: the checkpoint of step 4 failed, and the run goes on: disk: no space"
+    assert out.getvalue().startswith(words)
+    assert "\x1b" not in out.getvalue()
+
+
 def test_checkpoints_that_were_passed_over_are_told_and_the_first_request_is_no_phase(run):
     (run.attempt(1) / "exit.json").write_text(json.dumps({"outcome": "done", "cause": "", "code": 0}))
     out = io.StringIO()

@@ -26,6 +26,7 @@ SETTINGS = (
     "run.stop_at_reward=null",
     "train.tensor_parallel=1",
     "train.checkpoint_every_steps=2",
+    "train.checkpoint_keep_last=2",
     "metrics.tensorboard=false",
     "streams.keep=needed",
 )

@@ -36,7 +36,7 @@ class Desks:
         self.rollouts.open = True
         self.steps = StepDesk(
             self.dispatcher, self.rollouts, self.record, self.bell, trained=0, forks={}, lineage=0, waiting=(),
-            on_trained=lambda step, train, data: False, save_now=lambda step: False, on_checkpoint=self.record,
+            on_trained=lambda step, train, data: False, save_now=lambda step: False
         )  # fmt: skip
         self.sequence = 0
 

@@ -12,6 +12,7 @@ from prl.report.audit import audit, render
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.reclaim import Reclaimed, read_reclaimed, record_reclaimed
 from prl.streams.files import list_published
+from prl.streams.ledger import ledger_events, read_ledger
 from prl.streams.reader import read_rollouts
 from prl.streams.steps import find_steps
 
@@ -47,15 +48,25 @@ def rollout_files(run: RunFolder) -> dict[str, set[tuple[int, int]]]:
     }
 
 
+def ended_by(run: RunFolder, rows: int) -> set[tuple[int, int]]:
+    """(group, issue) of what had come to its end in the first rows of the ledger."""
+    issued, ended = set(), set()
+    for event in list(ledger_events(read_ledger(run.ledgers)))[:rows]:
+        (issued if event.kind == "issued" else ended).add(event.rollout)
+    alive = {(rollout.group, rollout.issue) for rollout in issued - ended}
+    return {(rollout.group, rollout.issue) for rollout in issued} - alive
+
+
 def test_what_the_checkpoint_needs_stays_and_the_rest_goes(run):
     before, steps = rollout_files(run), find_steps(run.steps)
-    in_flight = {(int(group), facts["issue"]) for group, facts in state_of(run)["groups"].items()}
+    ended = ended_by(run, state_of(run)["events"])
+    assert any(group not in ended for groups in before.values() for group in groups if group[0] >= state_of(run)["next_group"])
     last = {max(p for p in before if p.startswith(f"streams/rollouts/{w.name}/")) for w in run.rollouts.iterdir()}
     reclaimer = Reclaimer(run, attempt=2)
     reclaimer.reclaim(3, state_of(run))
 
     assert set(find_steps(run.steps)) == {step for step in steps if step > 3}
-    needed = {path for path, groups in before.items() if groups & in_flight} | last
+    needed = {path for path, groups in before.items() if groups - ended} | last
     assert set(rollout_files(run)) == needed
     gone = set(before) - needed
     assert gone
@@ -92,12 +103,12 @@ def test_the_run_goes_on_as_if_nothing_had_been_deleted(run, crashed):
 def test_this_attempts_files_go_only_once_they_were_announced(run):
     names = set(rollout_files(run))
     reclaimer = Reclaimer(run, attempt=1)
-    reclaimer.reclaim(3, {"groups": {}})
+    reclaimer.reclaim(3, {"groups": {}, "next_group": 10**6})
     assert set(rollout_files(run)) == names
     first = min(names)
     groups = [{"group": group, "issue": issue, "rollouts": 3} for group, issue in rollout_files(run)[first]]
     reclaimer.announced({"path": first, "groups": groups})
-    reclaimer.reclaim(3, {"groups": {}})
+    reclaimer.reclaim(3, {"groups": {}, "next_group": 10**6})
     assert set(rollout_files(run)) == names - {first}
 
 

@@ -274,3 +274,14 @@ def test_checkpoints_that_were_passed_over_are_notes(tmp_path):
     run = new_run(tmp_path)
     run.plan(1).write_text(json.dumps({"lineage": 1, "forks": {}, "refused": ["checkpoint step_000010 is damaged"]}))
     assert "attempt 1: checkpoint step_000010 is damaged" in render(summarize(read_run(run.path), now=T0))
+
+
+def test_failed_saves_and_skipped_steps_are_told(tmp_path):
+    run = new_run(tmp_path)
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+        for step in (1, 2, 3):
+            writer.write({"train/skipped": float(step > 1), "train/loss": float("nan")}, step=step, kind="step", time=T0)
+        writer.write({"checkpoint/failures": 1.0}, step=2, kind="save_failed", labels={"error": "disk: no space"}, time=T0)
+    text = render(summarize(read_run(run.path), now=T0))
+    assert "attempt 1: the checkpoint of step 2 failed: disk: no space" in text
+    assert "skipped     2 steps left the weights as they were" in text

@@ -138,7 +138,7 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         folder = run.folder.checkpoint(body["step"])
         found = sorted(path for path in folder.rglob("*") if path.is_file())
         assert sorted(body["parts"], key=lambda part: part["path"]) == [asdict(part_of(folder, path)) for path in found]
-        return {}
+        return {"saved": True}
 
     async def exported(member, body):
         run.exported.append(body["step"])

@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
 
     from prl.config.hf_config import read_model_config
     from prl.trainer.batch import to_device
-    from prl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from prl.trainer.checkpoint import begin_save, finish_save, load_checkpoint
     from prl.trainer.engine import Engine, build_engine
     from prl.trainer.head import Head, logprobs_and_entropies
     from prl.trainer.hf_folder import read_weights, write_folder
@@ -138,7 +138,8 @@ def main(folder: Path) -> None:
             return np.array([(m["train/loss"], m["train/grad_norm"]) for m in metrics])
 
         losses(engine, 1, 2)
-        save_checkpoint(engine, results / "step_000002", 2)
+        channel = Channel(60.0)
+        finish_save(begin_save(engine, channel, results / "step_000002", 2), channel)
         found = {"went_on": losses(engine, 3, 4)}
         for name, saved_by in (("resumed", ranks), ("resumed_from_one", 1)):
             fresh = engine_of("qwen2", tensor_parallel)
@@ -246,19 +247,6 @@ def main(folder: Path) -> None:
         slots = buckets(boundaries, torch.device("cpu")).token_of_slot.numel()
         report("attention", {"differences": np.array([float(x) for x in differences]), "slots": np.array(slots)})
 
-    def not_finite() -> None:
-        engine = engine_of("qwen3", tensor_parallel)
-        broken = [replace(batch, advantages=batch.advantages * np.float32("nan")) for batch in microbatches()]
-        before = arrays(export_weights(engine.chunks, engine.config))
-        try:
-            train_step(engine, broken, facts(1))
-            words = ""
-        except RuntimeError as error:
-            words = str(error)
-        after = arrays(export_weights(engine.chunks, engine.config))
-        same = all(np.array_equal(before[name], after[name]) for name in before)
-        report("not_finite", {"words": np.array(words), "same": np.array(same)})
-
     def half_precision() -> None:
         engine = engine_of("qwen3", replace(tensor_parallel, dtype="bfloat16"))
         metrics = train_step(engine, microbatches(), facts(1))
@@ -281,7 +269,6 @@ def main(folder: Path) -> None:
     checkpoints()
     head_values()
     half_precision()
-    not_finite()
     steps_of("step_scheduled", replace(tensor_parallel, **SCHEDULE), microbatches)
     if ranks == 1:
         packed_attention()

@@ -1,0 +1,28 @@
+"""Checks of the learning rate's schedule, and of which checkpoints are kept."""
+
+from collections.abc import Iterator
+
+from prl.config.schema import Config
+
+
+def optimizer_problems(config: Config) -> Iterator[str]:
+    train = config.train
+    last = train.schedule_steps or config.run.steps
+    if train.schedule == "constant":
+        for key in ("schedule_steps", "min_learning_rate"):
+            value = getattr(train, key)
+            if value:
+                yield f"train.{key} = {value}: has no effect with train.schedule = constant; choose cosine or linear"
+    elif last <= train.warmup_steps:
+        key = "train.schedule_steps" if train.schedule_steps else "run.steps"
+        yield f"{key} = {last}: the learning rate falls only after train.warmup_steps = {train.warmup_steps}; set more than that"
+    elif train.min_learning_rate > train.learning_rate:
+        yield (
+            f"train.min_learning_rate = {train.min_learning_rate}: is above train.learning_rate = {train.learning_rate}, from "
+            f"which the rate falls; lower it"
+        )
+    if train.checkpoint_keep_every_steps and train.checkpoint_keep_last is None:
+        yield (
+            f"train.checkpoint_keep_every_steps = {train.checkpoint_keep_every_steps}: all checkpoints are kept; set "
+            f"train.checkpoint_keep_last to the number of newest ones to keep besides"
+        )

@@ -1,0 +1,34 @@
+"""Options of the schedule and of checkpoints that do not go together."""
+
+import pytest
+
+from prl.config.load import replace
+from prl.config.optimizer_checks import optimizer_problems
+from prl.config.schema import Config
+
+
+def problems(steps=100, **options):
+    return list(optimizer_problems(replace(Config(), run={"steps": steps}, train=options)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule_steps": 9}, "train.schedule_steps = 9: has no effect with train.schedule = constant"),
+        ({"min_learning_rate": 1e-9}, "train.min_learning_rate = 1e-09: has no effect with train.schedule = constant"),
+        ({"schedule": "linear", "warmup_steps": 100}, "run.steps = 100: the learning rate falls only after train.warmup_steps"),
+        ({"schedule": "cosine", "schedule_steps": 5, "warmup_steps": 5}, "train.schedule_steps = 5: the learning rate falls"),
+        ({"schedule": "cosine", "min_learning_rate": 1e-3}, "train.min_learning_rate = 0.001: is above train.learning_rate"),
+        ({"checkpoint_keep_every_steps": 10}, "train.checkpoint_keep_every_steps = 10: all checkpoints are kept"),
+    ],
+)
+def test_what_does_not_go_together_is_told(options, words):
+    found = problems(**options)
+    assert len(found) == 1
+    assert found[0].startswith(words)
+
+
+def test_what_goes_together_is_taken():
+    assert problems() == []
+    assert problems(schedule="cosine", min_learning_rate=1e-7, warmup_steps=10) == []
+    assert problems(checkpoint_keep_last=2, checkpoint_keep_every_steps=10) == []

@@ -1,0 +1,279 @@
+"""One rank of the tests of checkpoints: `checkpoint_worker.py FOLDER`, for one rank and then for two. Rank 0 writes what came
+out to FOLDER/ranks_<n>/<name>.npz for the tests to judge."""
+
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults" / "inject"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fault_layer import WRITES, FaultLayer, Operation
+from trainer_data import facts, microbatches
+
+from prl.runfolder.manifest import Manifest, newest_manifest, write_manifest
+from prl.runfolder.paths import RunFolder
+from prl.trainer.options import TrainOptions
+
+PLAIN = TrainOptions(learning_rate=1e-3, clip_grad=1.0, weight_decay=0.01, warmup_steps=5)
+LAYOUTS = {
+    "tensor": {"tensor_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2},
+    "data": {},
+}
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing else is done to the filesystem."""
+
+
+def main(folder: Path) -> None:
+    from prl.trainer import device
+
+    device.install(1)
+    import torch
+    from megatron.core import parallel_state
+
+    from prl.config.hf_config import read_model_config
+    from prl.trainer.checkpoint import SaveError, begin_save, finish_save, load_checkpoint
+    from prl.trainer.engine import Engine, build_engine
+    from prl.trainer.hf_folder import read_weights
+    from prl.trainer.mapping import export_weights, load_weights
+    from prl.trainer.model import build_model
+    from prl.trainer.parallel import Channel, start_groups, stop_groups
+    from prl.trainer.step import train_step
+
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    results = folder / f"ranks_{ranks}"
+    start_groups(replace(PLAIN, tensor_parallel=ranks), timeout_s=60.0)
+    channel = Channel(60.0)
+
+    def report(name: str, values: dict[str, np.ndarray]) -> None:
+        if rank == 0:
+            np.savez(results / f"{name}.npz", **values)
+
+    def engine_of(options: TrainOptions, source: str = "qwen2") -> Engine:
+        config = read_model_config(folder / source)
+        chunks = build_model(config, options)
+        load_weights(chunks, config, read_weights(folder / source, config))
+        return build_engine(chunks, config, options)
+
+    def steps(engine: Engine, *numbers: int, broken: bool = False) -> np.ndarray:
+        """Loss, gradient norm and whether it was skipped, of each of these steps."""
+        batches = microbatches()
+        if broken:
+            batches[1] = replace(batches[1], advantages=batches[1].advantages * np.float32("nan"))
+        mine = batches[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+        metrics = [train_step(engine, mine, facts(number)) for number in numbers]
+        return np.array([[m["train/loss"], m["train/grad_norm"], m["train/skipped"]] for m in metrics])
+
+    def weights(engine: Engine) -> dict[str, np.ndarray]:
+        return {name: tensor.float().numpy().copy() for name, tensor in export_weights(engine.chunks, engine.config)}
+
+    def save(engine: Engine, path: Path, step: int) -> list:  # type: ignore[type-arg]
+        return finish_save(begin_save(engine, channel, path, step), channel)
+
+    def relayout(options: TrainOptions) -> None:
+        parallel_state.destroy_model_parallel()
+        start_groups(options, timeout_s=60.0)
+
+    def save_in(name: str, options: TrainOptions) -> None:
+        engine = engine_of(options)
+        steps(engine, 1, 2)
+        save(engine, results / name, 2)
+        report(f"went_on_{name}", {"steps": steps(engine, 3, 4)})
+
+    def resume_in(name: str, options: TrainOptions, *saved: tuple[int, str]) -> None:
+        for saved_by, saved_as in saved:
+            engine = engine_of(options)
+            assert load_checkpoint(engine, folder / f"ranks_{saved_by}" / saved_as) == 2
+            report(f"resumed_{name}_from_{saved_by}_{saved_as}", {"steps": steps(engine, 3, 4)})
+
+    def layouts() -> None:
+        for name, split in LAYOUTS.items():
+            options = replace(PLAIN, **split)
+            relayout(options)
+            skipped(name, options)
+            save_in(name, options)
+            save_in(f"{name}_distributed", replace(options, distributed_optimizer=True))
+        for name, split in LAYOUTS.items():
+            options = replace(PLAIN, **split)
+            relayout(options)
+            for kind in ("", "_distributed"):
+                found = replace(options, distributed_optimizer=bool(kind))
+                resume_in(name + kind, found, (1, f"one{kind}"), *((2, other + kind) for other in LAYOUTS))
+        words = {}
+        for key, options in (("distributed_optimizer", PLAIN), ("dtype", replace(PLAIN, dtype="bfloat16"))):
+            try:
+                load_checkpoint(engine_of(options), results / ("data_distributed" if key != "dtype" else "data"))
+            except ValueError as error:
+                words[key] = np.array(str(error))
+        report("refused", words)
+
+    def copies() -> None:
+        """What is saved is the version of the save's beginning, whatever is trained while it is written."""
+        for name, options in (
+            ("float32", PLAIN),
+            ("bfloat16", replace(PLAIN, dtype="bfloat16")),
+            ("distributed", replace(PLAIN, distributed_optimizer=True)),
+        ):
+            engine = engine_of(options)
+            steps(engine, 1, 2)
+            path, begun, go_on = results / f"copied_{name}", threading.Event(), threading.Event()
+
+            def wait(operation: Operation, begun=begun, go_on=go_on) -> None:
+                if operation.kind == "write" and ".distcp" in operation.path:
+                    begun.set()
+                    assert go_on.wait(60.0)
+
+            with FaultLayer(path, wait):
+                under_way = begin_save(engine, channel, path, 2)
+                assert begun.wait(60.0)
+                went_on = steps(engine, 3, 4)
+                done_early = under_way.written.done()
+                go_on.set()
+                finish_save(under_way, channel)
+            fresh = engine_of(options)
+            load_checkpoint(fresh, path)
+            report(f"copied_{name}", {"went_on": went_on, "resumed": steps(fresh, 3, 4), "early": np.array(done_early)})
+
+    def skipped(layout: str, split: TrainOptions) -> None:
+        """A step without a finite gradient, among others and as the first one; each followed by a save."""
+        half = replace(split, dtype="bfloat16")
+        for name, options in ((f"skipped_{layout}", split), (f"skipped_{layout}_half", half))[: 2 if layout == "data" else 1]:
+            engine = engine_of(options)
+            found = {"first": steps(engine, 1), "before": weights(engine)["model.norm.weight"]}
+            whole = weights(engine)
+            found["skip"] = steps(engine, 2, broken=True)
+            found["same"] = np.array(all(np.array_equal(value, whole[key]) for key, value in weights(engine).items()))
+            save(engine, results / name, 2)
+            found["then"] = steps(engine, 3, 4)
+            fresh = engine_of(options)
+            load_checkpoint(fresh, results / name)
+            found["resumed"] = steps(fresh, 3, 4)
+
+            bare = engine_of(options)
+            found["only"] = steps(bare, 1, broken=True)
+            save(bare, results / f"{name}_only", 1)
+            found["only_then"] = steps(bare, 2, 3)
+            fresh = engine_of(options)
+            load_checkpoint(fresh, results / f"{name}_only")
+            found["only_resumed"] = steps(fresh, 2, 3)
+            report(name, found)
+
+    def other_options() -> None:
+        """What an attempt is told goes before what the checkpoint was written with."""
+        engine = engine_of(PLAIN)
+        steps(engine, 1, 2)
+        save(engine, results / "told", 2)
+        told = replace(PLAIN, learning_rate=2e-3, beta1=0.8, beta2=0.9, epsilon=1e-7, weight_decay=0.1)
+        fresh = engine_of(told)
+        load_checkpoint(fresh, results / "told")
+        steps(fresh, 3)
+        groups = fresh.optimizer.param_groups
+        found = {key: np.array([group[key] for group in groups]) for key in ("lr", "betas", "eps", "weight_decay")}
+        report("other_options", found)
+
+    def interrupted(engine: Engine) -> None:
+        """Saves of step 4 beside a whole checkpoint of step 2 and the damaged one of another lineage's step 4: each dies, or
+        fails, at another operation."""
+        run = RunFolder(results / "run")
+        run.create()
+
+        def count(step: int, parts: list) -> None:  # type: ignore[type-arg]
+            state = {"events": 0, "groups": {}, "next_group": 0}
+            write_manifest(
+                run,
+                Manifest(
+                    step=step, attempt=1, lineage=0, forks={}, dispatcher=state, streams={}, evaluations_reached=0, parts=parts
+                ),
+            )
+
+        def newest() -> int:
+            manifest, _ = newest_manifest(run, parts=True)
+            assert manifest is not None
+            return manifest.step
+
+        count(2, save(engine, run.checkpoint(2), 2))
+        count(4, save(engine, run.checkpoint(4), 4))
+        assert newest() == 4
+        damaged = run.checkpoint(4) / "trainer" / "__0_0.distcp"
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+        assert newest() == 2
+        aside = results / "step_000004"
+        shutil.copytree(run.checkpoint(4), aside)
+
+        done: list[Operation] = []
+
+        def attempt(plan: Callable[[Operation], str | None]) -> str:
+            """Where a save with faults ends, and that the next one succeeds."""
+            shutil.rmtree(run.checkpoint(4), ignore_errors=True)
+            shutil.copytree(aside, run.checkpoint(4))
+            with FaultLayer(run.path, plan):
+                try:
+                    save(engine, run.checkpoint(4), 4)
+                    end = "saved"
+                except SaveError as error:
+                    end = str(error)
+                except Killed:
+                    end = "killed"
+            assert newest() == 2, end
+            if end not in ("saved", "killed"):
+                assert not (run.checkpoint(4) / ".tmp-trainer").exists()
+            count(4, save(engine, run.checkpoint(4), 4))
+            assert newest() == 4
+            return end
+
+        def note(operation: Operation) -> None:
+            if operation.kind in WRITES:
+                done.append(operation)
+
+        assert attempt(note) == "saved"
+        points, ends = len(done), {"killed": [], "failed": []}
+        for number in range(points):
+            left = [number]
+
+            def at(operation: Operation, left=left) -> str | None:
+                if operation.kind not in WRITES:
+                    return None
+                left[0] -= 1
+                if left[0] < -1:
+                    raise Killed
+                return "ENOSPC" if left[0] == -1 else None
+
+            def once(operation: Operation, left=left) -> str | None:
+                left[0] -= operation.kind in WRITES
+                return "ENOSPC" if left[0] == -1 and operation.kind in WRITES else None
+
+            ends["killed"].append(attempt(at))
+            left[0] = number
+            ends["failed"].append(attempt(once))
+        report(
+            "interrupted",
+            {key: np.array(value) for key, value in ends.items()} | {"points": np.array([o.point for o in done[:points]])},
+        )
+
+    if ranks == 1:
+        save_in("one", PLAIN)
+        save_in("one_distributed", replace(PLAIN, distributed_optimizer=True))
+        resume_in("one", PLAIN, (1, "one"))
+        copies()
+        skipped("one", PLAIN)
+        other_options()
+        interrupted(engine_of(PLAIN))
+    else:
+        layouts()
+    torch.distributed.barrier()
+    stop_groups()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

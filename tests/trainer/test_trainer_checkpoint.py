@@ -1,0 +1,102 @@
+"""Checkpoints: in another split, written while training goes on, interrupted at every file; steps that are skipped."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Results, run_ranks
+
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+LAYOUTS = ("tensor", "pipeline", "data")
+
+
+@pytest.fixture(scope="module")
+def saved(model_folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    (folder / "qwen2").symlink_to(model_folders / "qwen2")
+    for ranks in (1, 2):
+        (folder / f"ranks_{ranks}").mkdir()
+        run_ranks([sys.executable, str(WORKER), str(folder)], ranks)
+    return Results(folder)
+
+
+def test_the_same_split_goes_on_bit_for_bit(saved):
+    assert np.array_equal(saved[1, "resumed_one_from_1_one"]["steps"], saved[1, "went_on_one"]["steps"])
+    for layout in LAYOUTS:
+        for kind in ("", "_distributed"):
+            name = layout + kind
+            resumed = saved[2, f"resumed_{name}_from_2_{name}"]["steps"]
+            assert np.array_equal(resumed, saved[2, f"went_on_{name}"]["steps"]), name
+
+
+@pytest.mark.parametrize("kind", ["", "_distributed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("origin", ["1_one", "2_tensor", "2_pipeline", "2_data"])
+def test_another_split_goes_on_alike(saved, origin, layout, kind):
+    by, name = origin.split("_")
+    resumed = saved[2, f"resumed_{layout}{kind}_from_{origin}{kind}"]["steps"]
+    went_on = saved[int(by), f"went_on_{name}{kind}"]["steps"]
+    np.testing.assert_allclose(resumed[:, 0], went_on[:, 0], atol=1e-5)
+    np.testing.assert_allclose(resumed[:, 1], went_on[:, 1], rtol=1e-4)
+    assert len(set(went_on[:, 0])) == len(went_on)  # and the steps do something
+
+
+def test_what_the_optimizers_state_depends_on_must_be_as_it_was(saved):
+    found = saved[2, "refused"]
+    assert re.search(
+        r"train\.distributed_optimizer = False: it was True when .*data_distributed was", str(found["distributed_optimizer"])
+    )
+    assert re.search(r"train\.dtype = bfloat16: it was float32 when .*data was written.* set it as it was", str(found["dtype"]))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "distributed"])
+def test_what_is_trained_while_a_checkpoint_is_written_is_not_in_it(saved, name):
+    found = saved[1, f"copied_{name}"]
+    assert not found["early"]
+    assert np.array_equal(found["resumed"], found["went_on"])
+
+
+@pytest.mark.parametrize("name", ["one", *LAYOUTS, "data_half"])
+def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_is_counted(saved, name):
+    found = saved[1 if name == "one" else 2, f"skipped_{name}"]
+    assert found["first"][0, 2] == 0
+    assert found["skip"][0, 2] == 1
+    assert not np.isfinite(found["skip"][0, 1])  # of one micro-batch, and with data parallelism of one rank
+    assert found["same"]
+    assert np.isfinite(found["then"]).all()
+    assert (found["then"][:, 2] == 0).all()
+    assert np.array_equal(found["resumed"], found["then"])
+
+
+@pytest.mark.parametrize("name", ["one", *LAYOUTS, "data_half"])
+def test_a_run_that_has_only_skipped_steps_can_be_saved_and_gone_on_with(saved, name):
+    found = saved[1 if name == "one" else 2, f"skipped_{name}"]
+    assert found["only"][0, 2] == 1
+    assert (found["only_then"][:, 2] == 0).all()
+    assert np.array_equal(found["only_resumed"], found["only_then"])
+
+
+def test_a_resume_goes_by_the_options_that_it_is_given(saved):
+    found = saved[1, "other_options"]
+    assert set(found["lr"]) == {2e-3 * 3 / 5}
+    assert set(map(tuple, found["betas"])) == {(0.8, 0.9)}
+    assert set(found["eps"]) == {1e-7}
+    assert set(found["weight_decay"]) == {0.0, 0.1}
+
+
+def test_a_save_that_is_interrupted_or_fails_at_any_file_leaves_what_counted_and_the_next_one_succeeds(saved):
+    """The worker asserts it at each point; here is what the points were."""
+    found = saved[1, "interrupted"]
+    points = [str(point) for point in found["points"]]
+    for file in (r"__N_N\.distcp", r"\.metadata\.tmp", r"metadata\.json"):
+        for kind in ("create", "write", "fsync"):
+            assert any(re.match(rf"{kind} checkpoints/step_N/\.tmp-trainer/{file} ", point) for point in points), (kind, file)
+    assert "unlink checkpoints/step_N/manifest.json (prl.trainer.checkpoint)" in points
+    assert "rename checkpoints/step_N/.tmp-trainer -> checkpoints/step_N/trainer (prl.trainer.checkpoint)" in points
+    for point, end in zip(points, found["failed"].tolist(), strict=True):
+        # Made twice, the second time for nothing; and the checkpoint is whole by the time that the old one is cleaned away.
+        may_succeed = point.startswith(("mkdir", "unlink checkpoints/step_N/.old-trainer"))
+        assert (may_succeed and end == "saved") or ("No space left on device" in end and "step_000004" in end), (point, end)
+    assert set(found["killed"].tolist()) <= {"killed", "saved", *found["failed"].tolist()}
