@@ -1,18 +1,21 @@
 """Micro-batches through the chunks of a model by Megatron's schedules."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from prl.streams.records import MicroBatch
-from prl.trainer import device
 from prl.trainer.batch import Batch, to_device
 
 LossOf = Callable[..., Any]  # of the last chunk's output
@@ -29,11 +32,11 @@ def run_schedule(
     Each chunk has an iterator of its own, which puts a micro-batch on the device when its turn comes.
     """
     iterators = [_on_device(batches) for _ in chunks]
+    stages = parallel_state.get_pipeline_model_parallel_group()
     neighbours: dict[str, Any] = {}
-    if len(chunks) > 1:
-        stages = parallel_state.get_pipeline_model_parallel_group()
+    if stages.size() > 1:
         neighbours = {
-            "p2p_communicator": _Neighbours(stages, get_model_config(chunks[0])),
+            "p2p_communicator": _Neighbours(stages, get_model_config(chunks[0]), batches),
             "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
         }
     found: list[Any] = get_forward_backward_func()(
@@ -51,30 +54,28 @@ def run_schedule(
 
 
 class _Neighbours(P2PCommunicator):  # type: ignore[misc]
-    """Of a virtual pipeline. Of two stages each is before and after the other, and both send in both directions at once: shapes
-    must go in the order in which Megatron's unbatched messages do (its own exchange of shapes takes them for one another)."""
+    """Stages know how long each micro-batch is, and so the shape of what they are to receive. (Megatron would have them tell
+    each other first; in a virtual pipeline both then wait for the other's word.)"""
+
+    def __init__(self, stages: dist.ProcessGroup, config: TransformerConfig, batches: Sequence[MicroBatch]) -> None:
+        super().__init__(stages, config)
+        lengths = [math.ceil(len(batch.tokens) / config.tensor_model_parallel_size) for batch in batches]
+        if not config.sequence_parallel:
+            lengths = [length * config.tensor_model_parallel_size for length in lengths]
+        turns = config.virtual_pipeline_model_parallel_size or 1
+        order = get_schedule_table(len(batches), turns, config.microbatch_group_size_per_vp_stage)
+        first, last = stages.rank() == 0, stages.rank() == stages.size() - 1
+        # In the order of arrival. The first stage receives nothing in its first turn; nor does the last one, for which turns go
+        # backwards, of gradients.
+        self._from_prev = iter([lengths[number] for number, turn in order if turn or not first])
+        self._from_next = iter([lengths[number] for number, turn in order if turn or not last])
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
-    ) -> tuple[list[int], list[int]]:
-        where = device.device()
-        of_prev, of_next = (torch.zeros(3, dtype=torch.int64, device=where) for _ in range(2))
-        to_prev, to_next = (
-            None if tensor is None else torch.tensor(tensor.shape, device=where)
-            for tensor in (tensor_send_prev, tensor_send_next)
-        )
-        requests = p2p_communication._p2p_ops(
-            tensor_send_prev=to_prev,
-            tensor_recv_prev=of_prev if recv_prev else None,
-            tensor_send_next=to_next,
-            tensor_recv_next=of_next if recv_next else None,
-            group=self.pp_group,
-            prev_pipeline_rank=self.prev_rank,
-            next_pipeline_rank=self.next_rank,
-        )
-        for request in requests.values():
-            request.wait()
-        return of_prev.tolist(), of_next.tolist()
+    ) -> tuple[list[int] | None, list[int] | None]:
+        width = self.config.hidden_size
+        from_prev = [next(self._from_prev), 1, width] if recv_prev else None
+        return from_prev, [next(self._from_next), 1, width] if recv_next else None
 
 
 def _on_device(batches: Sequence[MicroBatch]) -> Iterator[tuple[int, Batch]]:
