@@ -1,114 +1,494 @@
 #!/usr/bin/env python3
-"""Checks on a node with GPUs what cannot be checked without: run it once on a cluster before the first real run.
+"""What the trainer does on one GPU: exact against Hugging Face's models, and how fast. One table, and JSON.
 
-    python tools/gpu_check.py                 needs 2 GPUs or more, and `pip install .[gpu]`
+    python tools/gpu_check.py [--json FILE] [--budget-s 450]
+    python tools/gpu_check.py --toy            tiny shapes, also on a CPU
 
-1. versions of torch, CUDA, NCCL, vLLM and Megatron, and the GPUs;
-2. a transfer of 1 GiB of weights over NCCL from one GPU to another with prl's own transport: digests equal, GB/s printed;
-3. the quickstart with its trainer on one GPU and its sampler on another: five steps, versions verified and committed.
+It wants torch, megatron-core and, for the comparison, transformers; no vLLM. Models have random weights, nothing is downloaded.
 
-Prints what it saw and ends with 1 where something is wrong. It was written without a GPU and has not run on one yet.
+1. `parity`: logits and gradients of a small Qwen2.5-shaped model in float32 and bfloat16 against transformers', and packed
+   sequences against each alone. In bfloat16 the yardstick is how far transformers' own are from its float32 ones.
+2. `step`: seconds of both passes and of the optimizer, MFU, memory, and the share of a step that is spent outside of both, for
+   Qwen2.5-0.5B- and 7B-shaped models at 4k, 16k and 32k tokens of log-normal lengths.
+3. `head`: the output layer in chunks against the model's whole logits: seconds and memory of both passes.
+4. `padded`: the step's sequences, each filled up to the longest, against the same packed.
+5. `weights`: GB/s of the digest and of a copy in place of a model's tensors.
+
+A measurement that does not fit into memory or begins after the time budget says so and is no fault. Ends with 1 where a
+comparison is off.
 """
 
+# ruff: noqa: E402 - Megatron is imported after device.install
+
 import argparse
+import gc
 import importlib.metadata
-import subprocess
+import json
+import logging
+import os
+import socket
 import sys
-import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-
-import torch
-import torch.multiprocessing as multiprocessing
-
-from prl.weights.digest import digest
-from prl.weights.options import WeightsOptions
-from prl.weights.plan import TensorSpec
-from prl.weights.transport import SamplerEnd, TrainerEnd, spec_of
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-HOST = "127.0.0.1"
-TENSORS, TENSOR_BYTES = 8, 128 * 2**20
-RECEIVE_S = 120.0
-RUN_S = 900.0
+sys.path.insert(0, str(ROOT))
+
+from prl.trainer import device
+
+device.install(os.cpu_count() or 1)
+warnings.filterwarnings("ignore", module="megatron")  # about kernels that it does without
+logging.getLogger("megatron").setLevel(logging.ERROR)
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prl.config.hf_config import ModelConfig, model_config
+from prl.streams.records import MicroBatch, StepFacts
+from prl.trainer.batch import Batch, to_device
+from prl.trainer.engine import Engine, build_engine
+from prl.trainer.flops import peak_flops, step_flops
+from prl.trainer.head import hidden_states, token_logprobs
+from prl.trainer.mapping import export_weights, load_weights, named_parameters
+from prl.trainer.model import DTYPES, build_model
+from prl.trainer.options import TrainOptions
+from prl.trainer.parallel import start_groups, stop_groups
+from prl.trainer.step import train_step
+from prl.trainer.table import tensor_shapes
+from prl.weights.digest import digest
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape, as its config.json gives it."""
+
+    name: str
+    raw: Mapping[str, Any]
+
+    @property
+    def config(self) -> ModelConfig:
+        return model_config(self.raw)
+
+    def cut(self, layers: int) -> "Shape":
+        return Shape(f"{self.name}, {layers} layers", {**self.raw, "num_hidden_layers": layers})
+
+
+def qwen(name: str, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocabulary: int, *, tied: bool) -> Shape:
+    return Shape(
+        name,
+        {
+            "model_type": "qwen2",
+            "vocab_size": vocabulary,
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": tied,
+            "max_position_embeddings": 32768,
+            "rope_theta": 1e6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    shape: Shape
+    tokens: int
+    recompute: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    parity: Shape
+    parity_lengths: tuple[int, ...]
+    steps: tuple[Measurement, ...]
+    head: Measurement  # whose logits fit into memory at once
+    padded: Measurement
+    longest: int  # tokens of a sequence
+    weights: Shape
+
+
+HALF_B = qwen("0.5B", 896, 4864, 24, 14, 2, 151936, tied=True)
+SEVEN_B = qwen("7B", 3584, 18944, 28, 28, 4, 152064, tied=False)
+SMALL = qwen("small", 512, 1536, 4, 8, 2, 8192, tied=True)
+TINY = qwen("tiny", 64, 96, 2, 4, 2, 250, tied=True)
+
+FULL = Plan(
+    parity=SMALL,
+    parity_lengths=(700, 33, 1, 512, 250),
+    steps=(
+        Measurement(HALF_B, 4096, "none"),
+        Measurement(HALF_B, 16384, "none"),
+        Measurement(HALF_B, 32768, "none"),
+        Measurement(SEVEN_B.cut(6), 16384, "none"),
+        Measurement(SEVEN_B.cut(6), 16384, "selective"),
+        Measurement(SEVEN_B.cut(6), 32768, "none"),
+        Measurement(SEVEN_B, 4096, "full"),
+        Measurement(SEVEN_B, 16384, "full"),
+    ),
+    head=Measurement(HALF_B, 16384, "none"),
+    padded=Measurement(HALF_B, 16384, "none"),
+    longest=8192,
+    weights=HALF_B,
+)
+TOY = Plan(
+    parity=TINY,
+    parity_lengths=(7, 12, 1, 9),
+    steps=(Measurement(TINY, 64, "none"), Measurement(TINY.cut(1), 128, "full")),
+    head=Measurement(TINY, 64, "none"),
+    padded=Measurement(TINY, 64, "none"),
+    longest=48,
+    weights=TINY,
+)
+
+
+class Budget:
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print_versions()
-    if torch.cuda.device_count() < 2:
-        print(f"gpu_check: {torch.cuda.device_count()} GPUs are visible here, 2 are needed", file=sys.stderr)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    parser.add_argument("--budget-s", type=float, default=450.0, help="measurements begin no later than this, in seconds (450)")
+    parser.add_argument("--toy", action="store_true", help="tiny shapes")
+    args = parser.parse_args()
+    if not args.toy and not torch.cuda.is_available():
+        print("gpu_check: no GPU is visible here; --toy runs tiny shapes on a CPU", file=sys.stderr)
         return 1
-    failed = [name for name, check in (("transfer", check_transfer), ("quickstart", check_quickstart)) if not check()]
-    print(f"gpu_check: {'failed: ' + ', '.join(failed) if failed else 'all is well'}")
-    return 1 if failed else 0
+    budget = Budget(args.budget_s)
+    start_alone()
+    plan = TOY if args.toy else FULL
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    facts = {**versions(), "attention": device.attention(DTYPES[dtype]), "dtype": dtype, "toy": args.toy}
+    print("  ".join(f"{name} {value}" for name, value in facts.items()))
+    rows: list[Row] = []
+    checks: list[tuple[str, Callable[[], list[Row]]]] = [("parity", partial(parity, plan))]
+    checks += [("step", partial(measure_step, measurement, dtype, plan.longest)) for measurement in plan.steps]
+    checks += [
+        ("head", partial(measure_head, plan.head, dtype, plan.longest)),
+        ("padded", partial(measure_padded, plan.padded, dtype, plan.longest)),
+        ("weights", partial(measure_weights, plan.weights, dtype)),
+    ]
+    for name, check in checks:
+        for row in attempt(name, check, budget):
+            rows.append({"check": name, **row})
+            print(line(rows[-1]), flush=True)
+    stop_groups()
+    off = [row for row in rows if row.get("ok") is False]
+    if args.json:
+        args.json.write_text(json.dumps({"facts": facts, "rows": rows, "ok": not off}, indent=2) + "\n")
+    print(f"gpu_check: {f'{len(off)} comparisons are off' if off else 'all is well'}")
+    return 1 if off else 0
 
 
-def print_versions() -> None:
-    for package in ("torch", "vllm", "megatron-core", "transformers"):
+def attempt(name: str, check: Callable[[], list[Row]], budget: Budget) -> list[Row]:
+    if budget.left_s() < 0:
+        return [{"skipped": "the time budget is used up"}]
+    try:
+        return check()
+    except torch.OutOfMemoryError as error:
+        return [{"skipped": f"out of memory: {str(error).splitlines()[0][:160]}"}]
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def line(row: Row) -> str:
+    """One line of the table."""
+
+    def shown(value: Any) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    return f"{row['check']:<8}" + "  ".join(f"{key} {shown(value)}" for key, value in row.items() if key != "check")
+
+
+def versions() -> dict[str, str]:
+    found = {"accelerator": device.name() or "CPU", "CUDA": str(torch.version.cuda)}
+    for package in ("torch", "megatron-core", "transformers", "transformer-engine"):
         try:
-            print(f"{package:<14} {importlib.metadata.version(package)}")
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            print(f"{package:<14} not installed")
-    print(f"{'CUDA':<14} {torch.version.cuda}")
-    if torch.cuda.is_available():
-        print(f"{'NCCL':<14} {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    for number in range(torch.cuda.device_count()):
-        print(f"{'GPU ' + str(number):<14} {torch.cuda.get_device_name(number)}")
+            found[package] = "none"
+    return found
 
 
-def check_transfer() -> bool:
-    """Send from GPU 0, receive on GPU 1 in another process, compare digests."""
-    options = WeightsOptions()
-    torch.cuda.set_device(0)
-    generator = torch.Generator(device="cuda:0").manual_seed(1)
-    shape = (TENSOR_BYTES // 2,)
-    tensors = {
-        f"tensor_{k}": torch.randn(shape, dtype=torch.bfloat16, device="cuda:0", generator=generator) for k in range(TENSORS)
-    }
-    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-    end = TrainerEnd(HOST, options, "cuda:0")
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    arguments = (end.master_port, specs, options.bucket_mib * 2**20, options.group_s, answers)
-    receiver = context.Process(target=receive, args=arguments)
-    receiver.start()
-    end.join(1, 2)
-    report = end.send(tensors)
-    receiver.join(RECEIVE_S)
-    if receiver.exitcode != 0:
-        print(f"transfer: the receiver ended with {receiver.exitcode}")
-        return False
-    received = answers.get()
-    print(f"transfer: {report.bytes / 2**30:.2f} GiB in {report.send_s:.3f} s, {report.bytes / report.send_s / 1e9:.1f} GB/s")
-    print(f"transfer: digests {report.digest} sent, {received} received")
-    return bool(received == report.digest)
+def start_alone() -> None:
+    """One rank with groups of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    start_groups(TrainOptions(), timeout_s=120.0)
 
 
-def receive(
-    port: int, specs: list[TensorSpec], bucket_bytes: int, timeout_s: float, answers: "multiprocessing.SimpleQueue"
-) -> None:
-    torch.cuda.set_device(1)
-    end = SamplerEnd(HOST, port, 1, 2, 1, timeout_s, "cuda:1")
-    answers.put(digest(end.receive(specs, bucket_bytes)))
+def random_tensors(config: ModelConfig, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors, drawn where they will live; norms and biases too, so that a comparison sees them."""
+    generator = torch.Generator(device.device()).manual_seed(seed)
+    for name, shape in tensor_shapes(config).items():
+        drawn = torch.empty(shape, device=device.device()).normal_(0.0, 0.02, generator=generator)
+        yield name, drawn + 1 if "norm" in name else drawn
 
 
-def check_quickstart() -> bool:
-    """Five steps with one trainer rank and one sampler, each on a GPU of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = (
-            f"run.folder={folder}/run",
-            "run.steps=5",
-            "run.stop_at_reward=null",
-            "run.evaluate_every_steps=0",
-            "cluster.gpus_per_node=2",
-            "train.tensor_parallel=1",
-            "sample.gpu_memory_utilization=0.5",
-            "sample.enforce_eager=false",
+def microbatch(lengths: np.ndarray, vocabulary: int, seed: int = 0) -> MicroBatch:
+    """Random sequences of which the first quarter is the prompt."""
+    random = np.random.default_rng(seed)
+    total = int(lengths.sum())
+    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+    weights = np.concatenate([np.where(np.arange(n) < max(1, n // 4), 0.0, 1.0) for n in lengths]).astype(np.float32)
+    return MicroBatch(
+        tokens=random.integers(0, vocabulary, total).astype(np.int32),
+        positions=positions,
+        boundaries=np.cumsum([0, *lengths]).astype(np.int32),
+        loss_weights=weights,
+        advantages=random.normal(0.0, 1.0, total).astype(np.float32),
+        old_logprobs=np.full(total, -np.log(vocabulary), np.float32),
+        reference_logprobs=None,
+        lags=np.where(weights > 0, 1, -1).astype(np.int32),
+        rollouts=(),
+    )
+
+
+def lognormal_lengths(tokens: int, longest: int, seed: int = 0) -> np.ndarray:
+    """Lengths around an eighth of the longest that add up to `tokens`."""
+    random = np.random.default_rng(seed)
+    found: list[int] = []
+    while sum(found) < tokens:
+        length = int(np.clip(random.lognormal(np.log(longest / 8), 0.9), 2, longest))
+        found.append(min(length, tokens - sum(found)))
+    return np.array(found, np.int64)
+
+
+def facts_of(batch: MicroBatch, step: int) -> StepFacts:
+    trained = batch.loss_weights > 0
+    return StepFacts(step, float(batch.loss_weights.sum()), int(trained.sum()), len(batch.boundaries) - 1, 1)
+
+
+def timed(work: Callable[[], object], tries: int = 3) -> tuple[float, float]:
+    """Seconds of the fastest try after a first one, and the memory in GiB of all of them."""
+    work()
+    device.take_peak_memory_bytes()
+    best_s = float("inf")
+    for _ in range(tries):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        best_s = min(best_s, time.perf_counter() - began)
+    return best_s, device.take_peak_memory_bytes() / 2**30
+
+
+def parity(plan: Plan) -> list[Row]:
+    try:
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+    except ImportError:
+        return [{"skipped": "no transformers to compare with"}]
+    config, lengths = plan.parity.config, np.array(plan.parity_lengths)
+    batch = to_device(microbatch(lengths, config.vocabulary), 1)
+    raw = {key: value for key, value in plan.parity.raw.items() if key != "model_type"}
+    theirs: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+    for name, dtype in DTYPES.items():
+        model = Qwen2ForCausalLM(Qwen2Config(**raw, attn_implementation="sdpa")).to(device.device(), dtype)
+        model.load_state_dict(dict(random_tensors(config)), strict=not config.tied)
+        theirs[name] = transformers_values(model, batch, lengths)
+    exact_logits, exact_gradients = theirs["float32"]
+    rows = []
+    for name, dtype in DTYPES.items():
+        chunks = build_model(config, TrainOptions(dtype=name))  # type: ignore[arg-type]
+        load_weights(chunks, config, random_tensors(config))
+        logits, gradients = our_values(chunks, config, batch, TrainOptions(dtype=name))  # type: ignore[arg-type]
+        off = distances(logits, gradients, exact_logits, exact_gradients)
+        yardstick = distances(*theirs[name], exact_logits, exact_gradients) if dtype is torch.bfloat16 else (1e-3, 1e-3)
+        alone = separately(chunks, config, lengths, batch)
+        packing = float((logits - alone).abs().max() / exact_logits.abs().max())
+        ok = all(a <= 2 * b for a, b in zip(off, yardstick, strict=True)) and packing <= 2 * yardstick[0]
+        rows.append(
+            {
+                "dtype": name,
+                "attention": device.attention(dtype),
+                "logits_off": off[0],
+                "gradients_off": off[1],
+                "packed_off_alone": packing,
+                "allowed_logits": 2 * yardstick[0],
+                "allowed_gradients": 2 * yardstick[1],
+                "ok": ok,
+            }
         )
-        command = [sys.executable, "-m", "prl.cli.submit", str(ROOT / "configs" / "quickstart.yaml"), "--set", *settings]
-        code = subprocess.run(command, timeout=RUN_S, check=False, cwd=ROOT).returncode
-        print(f"quickstart: exit code {code}")
-        return code == 0
+    return rows
+
+
+def distances(
+    logits: Tensor, gradients: Mapping[str, Tensor], exact_logits: Tensor, exact_gradients: Mapping[str, Tensor]
+) -> tuple[float, float]:
+    """Largest distance of logits as a share of the largest logit, and of a gradient's norm from that of the exact one's."""
+    of_logits = float((logits - exact_logits).abs().max() / exact_logits.abs().max())
+    shares = [float((gradients[key] - value).norm() / value.norm()) for key, value in exact_gradients.items()]
+    return of_logits, max(shares)
+
+
+def transformers_values(model: Any, batch: Batch, lengths: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits [T, vocabulary] and gradients of the sum of log p(target) over tokens with weight, sequence by sequence."""
+    found, start = [], 0
+    for length in lengths.tolist():
+        part = slice(start, start + length)
+        logits = model(batch.tokens[None, part]).logits[0].float()
+        logprobs = logits.log_softmax(-1).gather(-1, batch.targets[part, None]).squeeze(-1)
+        (logprobs * batch.weights[part]).sum().backward()
+        found.append(logits.detach())
+        start += length
+    return torch.cat(found), {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+
+
+def our_values(chunks: list[Any], config: ModelConfig, batch: Batch, options: TrainOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    logits = whole_logits(chunks[0], batch)[:, : config.vocabulary].detach()
+    logprobs, _ = token_logprobs(chunks[0], hidden_states(chunks[0], batch), batch.targets, config, options)
+    (logprobs * batch.weights).sum().backward()
+    for parameter in named_parameters(chunks).values():
+        parameter.data = parameter.grad
+    return logits, {name: tensor.float().clone() for name, tensor in export_weights(chunks, config)}
+
+
+def separately(chunks: list[Any], config: ModelConfig, lengths: np.ndarray, packed: Batch) -> Tensor:
+    """Logits of each sequence as a batch of its own."""
+    load_weights(chunks, config, random_tensors(config))  # in the place of what may be gradients
+    found, tokens = [], packed.tokens.cpu().numpy().astype(np.int32)
+    for start, end in zip(np.cumsum([0, *lengths[:-1]]), np.cumsum(lengths), strict=True):
+        alone = replace(microbatch(np.array([end - start]), config.vocabulary), tokens=tokens[start:end])
+        with torch.no_grad():
+            found.append(whole_logits(chunks[0], to_device(alone, 1))[:, : config.vocabulary])
+    return torch.cat(found)
+
+
+def whole_logits(model: Any, batch: Batch) -> Tensor:
+    logits: Tensor = model(batch.tokens[None], batch.positions[None], None, packed_seq_params=batch.sequences)[0].float()
+    return logits
+
+
+def engine_of(shape: Shape, options: TrainOptions) -> Engine:
+    config = shape.config
+    chunks = build_model(config, options)
+    load_weights(chunks, config, random_tensors(config))
+    return build_engine(chunks, config, options)
+
+
+def options_of(measurement: Measurement, dtype: str) -> TrainOptions:
+    return TrainOptions(dtype=dtype, recompute=measurement.recompute, loss="reinforce")  # type: ignore[arg-type]
+
+
+def measure_step(measurement: Measurement, dtype: str, longest: int) -> list[Row]:
+    options = options_of(measurement, dtype)
+    engine = engine_of(measurement.shape, options)
+    lengths = lognormal_lengths(measurement.tokens, longest)
+    batch = microbatch(lengths, engine.config.vocabulary)
+    metrics: list[dict[str, float]] = []
+
+    def step() -> None:
+        metrics.append(train_step(engine, [batch], facts_of(batch, len(metrics) + 1)))
+
+    step_s, memory_gib = timed(step)
+    model_s = timed(lambda: both_passes(engine, batch))[0]
+    optimizer_s = min(found["train/optimizer_s"] for found in metrics[1:])
+    flops = step_flops(engine.config, lengths)
+    peak = peak_flops(device.name())
+    row = {
+        "shape": measurement.shape.name,
+        "tokens": measurement.tokens,
+        "recompute": measurement.recompute,
+        "attention": device.attention(DTYPES[dtype]),
+        "step_s": step_s,
+        "passes_s": model_s,
+        "optimizer_s": optimizer_s,
+        "outside": max(0.0, 1 - (model_s + optimizer_s) / step_s),
+        "tflops": flops / step_s / 1e12,
+        "mfu": flops / step_s / peak if peak else "unknown",
+        "memory_gib": memory_gib,
+    }
+    return [row]
+
+
+def both_passes(engine: Engine, *batches: MicroBatch) -> None:
+    """Of the model and its output layer, with a loss that costs nothing."""
+    engine.chunks[0].zero_grad_buffer()
+    for batch in batches:
+        own = to_device(batch, 1)
+        hidden = hidden_states(engine.chunks[0], own)
+        logprobs, _ = token_logprobs(engine.chunks[0], hidden, own.targets, engine.config, engine.options)
+        logprobs.sum().backward()
+
+
+def measure_head(measurement: Measurement, dtype: str, longest: int) -> list[Row]:
+    engine = engine_of(measurement.shape, options_of(measurement, dtype))
+    batch = microbatch(lognormal_lengths(measurement.tokens, longest), engine.config.vocabulary)
+    own = to_device(batch, 1)
+
+    def whole() -> None:
+        engine.chunks[0].zero_grad_buffer()
+        logp = whole_logits(engine.chunks[0], own)[:, : engine.config.vocabulary].log_softmax(-1)
+        logp.gather(-1, own.targets[:, None]).sum().backward()
+
+    rows = []
+    for name, work in (("whole", whole), ("chunks", partial(both_passes, engine, batch))):
+        seconds, memory_gib = timed(work)
+        rows.append({"logits": name, "tokens": measurement.tokens, "passes_s": seconds, "memory_gib": memory_gib})
+    return rows
+
+
+def measure_padded(measurement: Measurement, dtype: str, longest: int) -> list[Row]:
+    engine = engine_of(measurement.shape, options_of(measurement, dtype))
+    lengths = lognormal_lengths(measurement.tokens, longest)
+    rows: list[Row] = []
+    for name, padded in (("packed", lengths), ("padded", np.full_like(lengths, lengths.max()))):
+        batches = [microbatch(part, engine.config.vocabulary) for part in cut(padded, max(measurement.tokens, longest))]
+        seconds, _ = timed(partial(both_passes, engine, *batches))
+        rows.append({"layout": name, "tokens": int(padded.sum()), "passes_s": seconds})
+    rows[1]["times_packed"] = rows[1]["passes_s"] / rows[0]["passes_s"]
+    return rows
+
+
+def cut(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
+    """Into runs of at most so many tokens."""
+    runs: list[list[int]] = [[]]
+    for length in lengths.tolist():
+        if sum(runs[-1]) + length > tokens:
+            runs.append([])
+        runs[-1].append(length)
+    return [np.array(run) for run in runs]
+
+
+def measure_weights(shape: Shape, dtype: str) -> list[Row]:
+    tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in random_tensors(shape.config)}
+    live = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def copy() -> None:
+        for name, tensor in tensors.items():
+            live[name].copy_(tensor, non_blocking=True)
+
+    digest_s, _ = timed(partial(digest, tensors))
+    copy_s, _ = timed(copy)
+    same = digest(tensors) == digest(live)
+    row = {
+        "shape": shape.name,
+        "gb": size / 1e9,
+        "digest_gb_s": size / digest_s / 1e9,
+        "copy_gb_s": size / copy_s / 1e9,
+        "same_digest": same,
+        "ok": same,
+    }
+    return [row]
 
 
 if __name__ == "__main__":
