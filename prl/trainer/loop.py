@@ -87,7 +87,7 @@ def _train(
         file = _next_file(child, client, channel, saver, step + 1)
         if file is None:
             break
-        waited_s = time.monotonic() - ended
+        told = time.monotonic()
         client.progress(f"training step {step + 1}")
         data = read_step(
             child.run.path / file["path"], file["bytes"], file["checksum"], wait_s=child.config.control.lost_after_s
@@ -95,7 +95,9 @@ def _train(
         if data.facts.step != step + 1:
             raise ValueError(f"{file['path']} holds step {data.facts.step}, but step {step + 1} is due")
         mine = data.deal(parallel_state.get_data_parallel_world_size())[parallel_state.get_data_parallel_rank()]
-        metrics = train_step(engine, [data.microbatch(index) for index in mine], data.facts)
+        microbatches = [data.microbatch(index) for index in mine]
+        read = time.monotonic()
+        metrics = train_step(engine, microbatches, data.facts)
         skipped = skipped + 1 if metrics[names.SKIPPED] else 0
         if skipped > engine.options.max_skipped_steps:
             raise FloatingPointError(
@@ -106,7 +108,8 @@ def _train(
         step += 1
         metrics.update(weights.publish(step))
         now = time.monotonic()
-        metrics.update({**saver.spent(), names.WAIT_S: waited_s, names.STEP_S: now - ended})
+        metrics.update(saver.spent())
+        metrics.update({names.WAIT_S: told - ended, names.DATA_S: read - told, names.STEP_S: now - ended})
         ended = now
         answer = {"stop": False, "save": False}
         if leader:
