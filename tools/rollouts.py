@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as parquet
 import tokenizers
 
+from prl.cli.console import printable
+from prl.config.load import ConfigError, load
 from prl.report.audit_ids import Ids
 from prl.runfolder.paths import RunFolder
-from prl.streams.files import StreamError, list_published
+from prl.streams.arrays import strings
+from prl.streams.files import StreamError
+from prl.streams.folder import rollout_files
 from prl.streams.ledger import read_ledger
 from prl.streams.reader import read_rollouts
 from prl.streams.records import Group, Turn
@@ -56,6 +61,14 @@ def main() -> int:
     run = RunFolder(options.run)
     if not run.rollouts.is_dir():
         print(f"rollouts: {options.run}: no run lies there (no {run.rollouts})", file=sys.stderr)
+        return 1
+    try:
+        backend = load(run.config).streams.backend
+    except ConfigError as error:
+        print(f"rollouts: {run.config}: {error}", file=sys.stderr)
+        return 1
+    if backend != "folder":
+        print(f"rollouts: {options.run}: its rollouts went through Redis, which keeps none (streams.backend)", file=sys.stderr)
         return 1
     ends = Ends(run)
     tokenizer = tokenizers.Tokenizer.from_file(str(run.model / "tokenizer.json"))
@@ -108,7 +121,7 @@ class Ends:
         self._keys, last = np.unique(keys, return_index=True)  # the last row of an id holds
         self._rows = len(keys) - 1 - last
         self._step = columns["step"]
-        self._event, self._reason = (rows.column(name).combine_chunks() for name in ("event", "reason"))
+        self._event, self._reason = (strings(rows.column(name).combine_chunks()) for name in ("event", "reason"))
 
     def of(self, group: int, issue: int, rollout: int) -> tuple[str, int | None]:
         """(what, the step that trained it)."""
@@ -117,21 +130,20 @@ class Ends:
         if at == len(self._keys) or self._keys[at] != key:
             return "", None
         row = int(self._rows[at])
-        event, reason = self._event[row].as_py().replace("_", " "), self._reason[row].as_py()
+        event, reason = self._event[row].replace("_", " "), self._reason[row]
         return (event, int(self._step[row])) if event == "trained" else (f"{event}: {reason}", None)
 
 
 def all_rows(run: RunFolder, ends: Ends, tokenizer: tokenizers.Tokenizer) -> Iterator[Row]:
     """One row a turn, by writer and in the order in which they were written."""
-    for writer in sorted(path for path in run.rollouts.iterdir() if path.is_dir()):
-        for _, file in list_published(writer):
-            try:
-                groups = read_rollouts(file.path, file.bytes, file.checksum)
-            except StreamError as error:
-                print(f"rollouts: {error}", file=sys.stderr)
-                continue
-            for group in groups:
-                yield from rows_of(group, ends, tokenizer)
+    for file in chain.from_iterable(rollout_files(run).values()):
+        try:
+            groups = read_rollouts(file.path, file.bytes, file.checksum)
+        except StreamError as error:
+            print(f"rollouts: {error}", file=sys.stderr)
+            continue
+        for group in groups:
+            yield from rows_of(group, ends, tokenizer)
 
 
 def rows_of(group: Group, ends: Ends, tokenizer: tokenizers.Tokenizer) -> Iterator[Row]:
@@ -185,11 +197,6 @@ def to_text(row: Row) -> str:
     )
     texts = "".join(f"{name}: {printable(row[name])}\n" for name in ("prompt", "output"))
     return f"{head}\n{texts}"
-
-
-def printable(text: str) -> str:
-    """Control characters but line ends escaped: what a model says must not move the reader's terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def write_parquet(path: Path, rows: Iterator[Row]) -> None:

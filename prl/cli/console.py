@@ -36,5 +36,5 @@ def tell(line: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Control characters but line ends escaped: what a failed process said must not move the reader's terminal."""
+    """Control characters but line ends escaped: what a failed process or a model said must not move the reader's terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -260,6 +260,10 @@ def _parts(config: Config) -> Iterator[str]:
             f"streams.redis.start = {str(redis.start).lower()} with streams.redis.url = {redis.url!r}: streams.backend = redis "
             "needs one of them, a server of the run's own or the URL of another"
         )
+    if config.streams.backend == "redis" and config.streams.keep == "all":
+        yield (
+            "streams.keep = all: Redis keeps no rollout that is done with; set streams.backend: folder, or streams.keep: needed"
+        )
     if control.lost_after_s <= control.heartbeat_s:
         yield (
             f"control.lost_after_s = {control.lost_after_s}: every process would count as lost between two heartbeats "

@@ -49,6 +49,11 @@ def replay_problems(config: Config) -> Iterator[str]:
             f"{original.run.seed}; set it to that"
         )
     if config.run.replay_from == "rollouts":
+        if original.streams.backend != "folder":
+            yield (
+                f"run.replay = {run}: its rollouts went through Redis (streams.backend: redis), which keeps none; replay its "
+                "step files (run.replay_from: steps)"
+            )
         if any(file.kind == "rollouts" for file in read_reclaimed(run)):
             yield f"run.replay = {run}: rollouts of it were deleted behind its checkpoints (streams.keep: needed)"
         return

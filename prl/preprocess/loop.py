@@ -113,6 +113,8 @@ class _Loop:
     # Rollouts in
 
     async def _order_steps(self) -> None:
+        self._client.progress("letting go of what earlier attempts left")
+        await asyncio.to_thread(self._reader.release_before, self._child.attempt)
         while not self._client.stopping.is_set():
             if self._broken is not None:
                 await self._rebuild(self._broken)

@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -11,7 +12,8 @@ from prl.control.child import Child
 from prl.control.client import ControlClient
 from prl.preprocess.assemble import Moment, Step, build_step, prepare
 from prl.runfolder.paths import RunFolder
-from prl.streams.files import StreamError, StreamFile, list_published, next_sequence
+from prl.streams.files import StreamError, StreamFile, next_sequence
+from prl.streams.folder import rollout_files
 from prl.streams.ledger import read_ledger
 from prl.streams.reader import read_rollouts
 from prl.streams.records import Group
@@ -30,9 +32,8 @@ class Original:
         self._steps = _groups_of_steps(run)
         self._files: dict[tuple[int, int], StreamFile] = {}  # by group and issue
         self._read = lru_cache(_FILES_HELD)(_read)
-        for writer in run.rollouts.iterdir():
-            for _, file in list_published(writer):
-                self._files |= dict.fromkeys(_read(file), file)
+        for file in chain.from_iterable(rollout_files(run).values()):
+            self._files |= dict.fromkeys(_read(file), file)
 
     def groups(self, step: int) -> list[Group]:
         """The groups that the surviving lineage trained in a step, in the ledger's order. Raises StreamError where one is not
@@ -93,9 +94,7 @@ async def replay(child: Child, client: ControlClient, data_parallel_size: int) -
 
 def _write(child: Child, made: Step, sequence: int) -> StreamFile:
     run = child.config.run.name
-    return write_step(
-        child.run.steps, made.facts.step, made.microbatches, made.facts, run=run, attempt=child.attempt, sequence=sequence
-    )
+    return write_step(child.run.steps, made.microbatches, made.facts, run=run, attempt=child.attempt, sequence=sequence)
 
 
 def _read(file: StreamFile) -> dict[tuple[int, int], Group]:

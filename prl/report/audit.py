@@ -55,6 +55,7 @@ class Audit:
     step_files: int = 0
     quarantined_files: int = 0  # damaged rollout files, told apart by the run itself
     reclaimed_files: int = 0
+    rollouts_kept: bool = True  # False: they went through Redis, so that there are none to check
     lag_max: int = -1
     findings: int = 0
     named: list[dict[str, str]] = field(default_factory=list)  # the first of each kind: what is concerned, what is wrong
@@ -300,7 +301,8 @@ def _check_rollout_files(
     findings.add_ids(stray, lambda key: f"lies in {files.where(key)}, but was never issued")
     keys, counts = np.unique(files.key, return_counts=True)
     findings.add_ids(keys[counts > 1], lambda key: f"lies in rollout files more than once: {files.where(key)}")
-    if config.streams.backend == "folder":
+    result.rollouts_kept = config.streams.backend == "folder"
+    if result.rollouts_kept:
         trained = np.unique(ledger.key[ledger.kind == TRAINED])
         lost = trained[~np.isin(trained, keys) & ~np.isin(pairs_of(trained), files.reclaimed_pairs)]
         findings.add_ids(lost, lambda key: f"lies in no rollout file, but {ledger.tell(key)}")
@@ -367,6 +369,7 @@ def render(result: Audit) -> str:
         f"  files         {result.rollout_files:>12,}  of rollouts ({result.rollouts_read:,} rollouts), {result.step_files:,} "
         f"of steps; {result.reclaimed_files:,} reclaimed, {result.quarantined_files:,} quarantined",
         f"  greatest lag  {result.lag_max:>12,}",
+        *([] if result.rollouts_kept else ["  not checked: rollouts, which went through Redis and are not kept"]),
         *([f"  a replay of {result.replay}: audit that run for the rollouts"] if result.replay else []),
     ]
     lines += [f"  {entry['what']}: {entry['wrong']}" if entry["what"] else f"  {entry['wrong']}" for entry in result.named]

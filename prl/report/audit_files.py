@@ -14,7 +14,8 @@ from prl.report.audit_ids import Findings, Ids, Int64, pairs_of
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.reclaim import Reclaimed
 from prl.streams import rollouts, steps
-from prl.streams.files import FILE_NAME, Header, StreamError, StreamFile, list_published, open_arrow, read_checked
+from prl.streams.files import FILE_NAME, Header, StreamError, StreamFile, open_arrow, read_checked
+from prl.streams.folder import rollout_files
 
 Bool = npt.NDArray[np.bool_]
 
@@ -56,20 +57,19 @@ def read_rollout_files(
     gone since it was listed."""
     result = RolloutFiles()
     columns: list[list[Int64]] = []
-    for writer in sorted(path for path in run.rollouts.iterdir() if path.is_dir()) if run.rollouts.is_dir() else []:
-        listed = list_published(writer)
-        _check_sequences(writer, [file for _, file in listed], reclaimed, run, findings)
-        for stem, file in listed:
+    for writer, listed in rollout_files(run).items():
+        _check_sequences(run.rollouts / writer, listed, reclaimed, run, findings)
+        for file in listed:
             name = file.path.relative_to(run.path).as_posix()
             try:
                 data = read_checked(file.path, file.bytes, file.checksum)
-                batches, header = open_arrow(file.path, data, rollouts.KIND, rollouts.SCHEMA, run_name)
+                opened = open_arrow(file.path, data, rollouts.KIND, rollouts.SCHEMA, run_name)
             except StreamError as error:
                 if file.path.exists() or name not in (reclaimed := reclaimed_by_now()):
                     result.damaged.append(str(error))
                 continue
-            _check_header(name, header, Header(stem, header.run, file.attempt, writer.name, file.sequence), findings)
-            columns += [_rollout_columns(batch, len(result.names), problems, name, findings) for batch in batches]
+            _check_header(name, opened.header, writer, file, findings)
+            columns += [_rollout_columns(batch, len(result.names), problems, name, findings) for batch in opened.batches]
             result.names.append(name)
     if columns:
         key, tokens, total, low, high, number = (np.concatenate(parts) for parts in zip(*columns, strict=True))
@@ -102,10 +102,10 @@ def _check_sequences(
         findings.add(f"writer {writer.name}", "sequence numbers fell from one attempt to the next")
 
 
-def _check_header(name: str, header: Header, named: Header, findings: Findings) -> None:
-    for part in ("attempt", "writer", "sequence"):
-        if getattr(header, part) != getattr(named, part):
-            findings.add(name, f"its header says {part} {getattr(header, part)}, its name {getattr(named, part)}")
+def _check_header(name: str, header: Header, writer: str, file: StreamFile, findings: Findings) -> None:
+    for part, named in (("attempt", file.attempt), ("writer", writer), ("sequence", file.sequence)):
+        if getattr(header, part) != named:
+            findings.add(name, f"its header says {part} {getattr(header, part)}, its name {named}")
 
 
 def _rollout_columns(batch: pa.RecordBatch, number: int, problems: Problems, name: str, findings: Findings) -> list[Int64]:
@@ -156,13 +156,12 @@ def read_step_rows(
     """A step's file; None, with a finding, where it cannot be read or contradicts its own facts."""
     name = file.path.relative_to(run.path).as_posix()
     try:
-        data = read_checked(file.path, file.bytes, file.checksum)
-        batches, header = open_arrow(file.path, data, steps.KIND, steps.SCHEMA, run_name)
-        facts = steps.open_step(file.path, data, run_name).facts
+        opened = steps.read_step(file.path, file.bytes, file.checksum, run=run_name)
     except StreamError as error:
         findings.add(f"step {step}", str(error))
         return None
-    _check_header(name, header, Header(header.kind, header.run, file.attempt, header.writer, file.sequence), findings)
+    _check_header(name, opened.header, opened.header.writer, file, findings)
+    facts, batches = opened.facts, opened.batches
     parts = [_sequence_columns(batch, problems, name, findings) for batch in batches]
     keys, tokens, sums, lows, highs = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     weighted = sum(int((batch.column("loss_weights").values.to_numpy() > 0).sum()) for batch in batches)

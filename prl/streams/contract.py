@@ -4,7 +4,7 @@ A store moves bytes; what is in them, and everything that both sides check, is t
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,8 +73,8 @@ class Source(Protocol):
     def fetch(self, entry: Published, wait_s: float) -> pa.Buffer:
         """The entry's bytes, size and checksum checked; a name that does not show yet is waited for. Raises StreamError."""
 
-    def entries(self, after: Cursor) -> Iterator[Published]:
-        """All entries behind the cursor, each writer's in rising order."""
+    def entries(self) -> Iterator[Published]:
+        """All entries that there are, each writer's in rising order."""
 
     def set_aside(self, entry: Published) -> None:
         """Keep an unreadable entry out of everybody's way, for a person to look at."""
@@ -96,9 +96,9 @@ def is_writer(name: str) -> bool:
     return _WRITER.fullmatch(name) is not None
 
 
-def further(cursor: Cursor, entries: Sequence[Published]) -> dict[str, int]:
-    """The cursor moved behind these entries."""
-    moved = dict(cursor)
+def behind(entries: Iterable[Published]) -> dict[str, int]:
+    """The cursor behind these entries."""
+    cursor: dict[str, int] = {}
     for entry in entries:
-        moved[entry.writer] = max(entry.sequence, moved.get(entry.writer, -1))
-    return moved
+        cursor[entry.writer] = max(entry.sequence, cursor.get(entry.writer, -1))
+    return cursor

@@ -62,6 +62,15 @@ class Header:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class ArrowFile:
+    """A stream file in memory."""
+
+    header: Header
+    metadata: Mapping[bytes, bytes]  # the header's, and what more there is
+    batches: list[pa.RecordBatch]  # views of its bytes
+
+
 def encode_file(schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> pa.Buffer:
     """A whole Arrow file. Its size is found first, so that it is copied once, and not again and again into a growing buffer."""
     size = pa.MockOutputStream()
@@ -182,12 +191,9 @@ def check_bytes(data: pa.Buffer | bytes, size_bytes: int, checksum: str, where: 
     return pa.py_buffer(data)
 
 
-def open_arrow(
-    where: object, data: pa.Buffer, kind: str, schema: pa.Schema, run: str | None
-) -> tuple[list[pa.RecordBatch], Header]:
-    """The record batches (views of `data`) and the header of checked bytes. Raises StreamError where they are of another kind,
-    schema version, schema or (if `run` is given) run, or not valid Arrow. Whatever the bytes are, no more memory is taken than
-    they are long."""
+def open_arrow(where: object, data: pa.Buffer, kind: str, schema: pa.Schema, run: str | None) -> ArrowFile:
+    """What is in checked bytes. Raises StreamError where they are of another kind, schema version, schema or (if `run` is
+    given) run, or not valid Arrow. Whatever the bytes are, no more memory is taken than they are long."""
     try:
         check_file(data)
         reader = pa.ipc.open_file(data)
@@ -197,7 +203,7 @@ def open_arrow(
             batch.validate(full=True)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise StreamError(f"{where}: not a stream file of prl ({type(error).__name__}: {error})") from error
-    return batches, header
+    return ArrowFile(header, reader.schema.metadata, batches)
 
 
 def _check_schema(where: object, found: pa.Schema, kind: str, schema: pa.Schema, run: str | None) -> Header:

@@ -65,17 +65,10 @@ class FolderSource:
     def fetch(self, entry: Published, wait_s: float) -> pa.Buffer:
         return read_checked(self._path(entry.name), entry.bytes, entry.checksum, wait_s=wait_s)
 
-    def entries(self, after: Cursor) -> Iterator[Published]:
-        """One listing for the writers, one for each writer's files."""
-        try:
-            writers = sorted(os.listdir(self._run.rollouts))
-        except FileNotFoundError:
-            return
-        for writer in filter(is_writer, writers):
-            with contextlib.suppress(NotADirectoryError):
-                for stem, file in list_published(self._run.rollouts / writer):
-                    if stem == KIND and file.sequence > after.get(writer, -1):
-                        yield _published(file, self._run.path)
+    def entries(self) -> Iterator[Published]:
+        for files in rollout_files(self._run).values():
+            for file in files:
+                yield _published(file, self._run.path)
 
     def set_aside(self, entry: Published) -> None:
         try:
@@ -104,6 +97,20 @@ class FolderSource:
         if match is None or match["stem"] != KIND:
             raise StreamError(f"{name!r}: not the name of a rollout file of the run folder {self._run}")
         return self._run.rollouts / check_writer(parts[-2]) / parts[-1]
+
+
+def rollout_files(run: RunFolder) -> dict[str, list[StreamFile]]:
+    """Writer to its finished files, by attempt and sequence: one listing for the writers, one for the files of each. Whatever
+    else lies there is passed over."""
+    try:
+        writers = sorted(filter(is_writer, os.listdir(run.rollouts)))
+    except FileNotFoundError:
+        return {}
+    found = {}
+    for writer in writers:
+        with contextlib.suppress(NotADirectoryError):
+            found[writer] = [file for stem, file in list_published(run.rollouts / writer) if stem == KIND]
+    return found
 
 
 def _published(file: StreamFile, root: Path) -> Published:

@@ -43,11 +43,10 @@ class MemorySource:
             raise StreamError(f"{entry.name}: not there") from None
         return check_bytes(data, entry.bytes, entry.checksum, entry.name)
 
-    def entries(self, after: Cursor) -> Iterator[Published]:
-        for writer, entries in sorted(self._store.entries.items()):
-            for sequence, (published, _) in sorted(entries.items()):
-                if sequence > after.get(writer, -1):
-                    yield published
+    def entries(self) -> Iterator[Published]:
+        for _, entries in sorted(self._store.entries.items()):
+            for _, (published, _) in sorted(entries.items()):
+                yield published
 
     def set_aside(self, entry: Published) -> None:
         if self._store.entries.get(entry.writer, {}).pop(entry.sequence, None):

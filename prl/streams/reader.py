@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from prl.streams.contract import Cursor, Published, Source, further
+from prl.streams.contract import Cursor, Published, Source, behind
 from prl.streams.files import Header, StreamError, open_arrow, read_checked
 from prl.streams.records import Group
 from prl.streams.rollouts import KIND, SCHEMA, from_arrow
@@ -32,10 +32,14 @@ class RolloutReader:
             self._store.set_aside(entry)
             raise
 
-    def poll(self, cursor: Cursor) -> tuple[list[Published], Cursor]:
-        """What there is behind the cursor, by looking and without announcements, and the cursor behind all of that."""
-        found = list(self._store.entries(cursor))
-        return found, further(cursor, found)
+    def entries(self) -> list[Published]:
+        """All that there is, by looking: for who comes later. Who reads while others write goes by announcements, since a
+        shared filesystem shows names late, and not in their order."""
+        return list(self._store.entries())
+
+    def release_before(self, attempt: int) -> None:
+        """What earlier attempts have left is done with: its groups have ended, or are sampled again."""
+        self._store.release(behind(entry for entry in self._store.entries() if entry.attempt < attempt))
 
     def release(self, cursor: Cursor) -> None:
         """Entries up to the cursor are done with for everyone: a bounded store makes room."""
@@ -54,5 +58,5 @@ def read_rollouts(path: Path, size_bytes: int, checksum: str, *, run: str | None
 
 def groups_of(data: pa.Buffer, where: object, run: str | None) -> tuple[list[Group], Header]:
     """What is in the bytes of an entry. Raises StreamError where they are no rollouts, or of another run."""
-    batches, header = open_arrow(where, data, KIND, SCHEMA, run)
-    return [group for batch in batches for group in from_arrow(batch, where)], header
+    opened = open_arrow(where, data, KIND, SCHEMA, run)
+    return [group for batch in opened.batches for group in from_arrow(batch, where)], opened.header

@@ -1,8 +1,6 @@
-"""A Redis server of the run's own: its data in the run folder, the run's token as its password, gone with its parent.
+"""A Redis server of the run's own: its data in the run folder, the run's token as its password, gone with its parent."""
 
-python -m prl.streams.redis_server CONFIG     becomes redis-server
-"""
-
+import logging
 import os
 import shutil
 import subprocess
@@ -18,6 +16,7 @@ from prl.runfolder.publish import publish_json
 from prl.streams.redis_store import ONCE, pause
 
 _STOP_S = 10.0
+log = logging.getLogger(__name__)
 _BECOME = """
 import os, sys
 from prl.control.parent import end_with_parent
@@ -89,7 +88,10 @@ class RedisServer:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                log.warning("redis-server (process %d) did not end in %g s: its storage hangs", self.process_id, _STOP_S)
 
 
 def _start(config: Path, output: IO[bytes]) -> "subprocess.Popen[bytes]":

@@ -22,7 +22,29 @@ from prl.streams.options import RedisOptions
 
 _ANSWER_S = 30.0  # of one request
 _MAX_ASIDE = 100  # entries kept for a person to look at
-_AT_ONCE = 4  # entries of a walk
+_AT_ONCE = 4  # entries of a walk, which the server holds twice meanwhile
+_FACTS = """
+local facts = {}
+for number, entry in ipairs(redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2])) do
+    local field = {}
+    for place = 1, #entry[2], 2 do
+        field[entry[2][place]] = entry[2][place + 1]
+    end
+    facts[number] = {entry[1], #(field.data or ''), field.checksum or '', field.attempt or ''}
+end
+return facts
+"""
+_LAST_ID = """
+if redis.call('EXISTS', KEYS[1]) == 0 then
+    return '0-0'
+end
+local stream = redis.call('XINFO', 'STREAM', KEYS[1])
+for place = 1, #stream, 2 do
+    if stream[place] == 'last-generated-id' then
+        return stream[place + 1]
+    end
+end
+"""  # a stream remembers it also where all is released
 ONCE = Retry(NoBackoff(), 0)  # the client tries nothing again: that is done here, with a deadline
 
 
@@ -80,15 +102,13 @@ class _Server:
                     ) from error
             pause()
 
-    def walk(self, key: str, sequence: int) -> Iterator[tuple[int, dict[bytes, bytes]]]:
-        """Entries of a stream from a sequence number on, a few at a time."""
-        while True:
-            found = self.ask("xrange", key, _id_of(sequence), "+", _AT_ONCE)
-            for entry_id, fields in found:
-                sequence = _sequence_of(entry_id) + 1
-                yield sequence - 1, fields
-            if len(found) < _AT_ONCE:
-                return
+    def walk(self, key: str) -> Iterator[tuple[int, int, bytes, bytes]]:
+        """(sequence, bytes, checksum, attempt) of the entries of a stream, a few at a time. What is in them stays there."""
+        after = -1
+        while found := self.ask("eval", _FACTS, 1, key, _id_of(after + 1), _AT_ONCE):
+            for entry_id, size, checksum, attempt in found:
+                after = _sequence_of(entry_id)
+                yield after, size, checksum, attempt
 
     def close(self) -> None:
         self._client.close()
@@ -103,11 +123,8 @@ class RedisAppender:
         self._key = place.key(writer)
         self._server.ask("sadd", place.writers_key, writer)
         # Sizes of the entries in the stream, the oldest first; those at the head may be released already.
-        self._sizes = deque(len(fields.get(b"data", b"")) for _, fields in self._server.walk(self._key, 0))
-        self.next_sequence = 0
-        if self._server.ask("exists", self._key):  # a stream remembers its last id also where all is released
-            last = self._server.ask("xinfo_stream", self._key)["last-generated-id"]
-            self.next_sequence = _sequence_of(last) + 1
+        self._sizes = deque(size for _, size, _, _ in self._server.walk(self._key))
+        self.next_sequence = _sequence_of(self._server.ask("eval", _LAST_ID, 1, self._key)) + 1
 
     def put(self, header: Header, data: pa.Buffer) -> Published:
         """Raises TimeoutError where nobody makes room in time."""
@@ -166,15 +183,13 @@ class RedisSource:
             raise StreamError(f"{entry.name}: not there")
         return check_bytes(found[0][1][b"data"], entry.bytes, entry.checksum, entry.name)
 
-    def entries(self, after: Cursor) -> Iterator[Published]:
+    def entries(self) -> Iterator[Published]:
         """Whatever somebody else may have put there: what is no entry of prl's is found unreadable by who reads it."""
         names = (name.decode(errors="replace") for name in self._server.ask("smembers", self._place.writers_key))
         for writer in sorted(filter(is_writer, names)):
-            for sequence, fields in self._server.walk(self._place.key(writer), after.get(writer, -1) + 1):
-                attempt, size = fields.get(b"attempt", b""), len(fields.get(b"data", b""))
-                checksum = fields.get(b"checksum", b"").decode(errors="replace")
+            for sequence, size, checksum, attempt in self._server.walk(self._place.key(writer)):
                 number = int(attempt) if attempt.isdigit() and len(attempt) < 10 else 0
-                yield Published(f"{writer}/{sequence}", writer, number, sequence, size, checksum)
+                yield Published(f"{writer}/{sequence}", writer, number, sequence, size, checksum.decode(errors="replace"))
 
     def set_aside(self, entry: Published) -> None:
         """Into a stream for such entries, the newest of which are kept."""

@@ -19,6 +19,7 @@ from prl.streams.files import (
     StreamError,
     StreamFile,
     checksum_of,
+    encode_file,
     list_published,
     open_arrow,
     publish_arrow,
@@ -74,10 +75,7 @@ def encode_step(microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: st
     metadata = header.metadata({"prl.facts": json.dumps(asdict(facts)), "prl.tokens": json.dumps(tokens)})
     schema = SCHEMA.with_metadata(metadata)
     batches = [_to_batch(microbatch, schema) for microbatch in microbatches]
-    counting = pa.MockOutputStream()
-    _write_file(counting, schema, batches)
-    data = pa.allocate_buffer(counting.size())  # exactly: a growing buffer would be copied again and again
-    _write_file(pa.FixedSizeBufferWriter(data), schema, batches)
+    data = encode_file(schema, batches)
     return EncodedStep(facts.step, header, data, checksum_of(data))
 
 
@@ -87,11 +85,9 @@ def publish_step(folder: Path, encoded: EncodedStep) -> StreamFile:
 
 
 def write_step(
-    folder: Path, step: int, microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: str, attempt: int, sequence: int
+    folder: Path, microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: str, attempt: int, sequence: int
 ) -> StreamFile:
     """Encode and publish."""
-    if facts.step != step:
-        raise StreamError(f"step {step} has the facts {facts}")
     return publish_step(folder, encode_step(microbatches, facts, run=run, attempt=attempt, sequence=sequence))
 
 
@@ -112,11 +108,11 @@ def read_step(path: Path, size_bytes: int, checksum: str, *, run: str | None = N
 
 def open_step(where: object, data: pa.Buffer, run: str | None) -> "StepFile":
     """A step from the checked bytes of its file. Raises StreamError."""
-    batches, header = open_arrow(where, data, KIND, SCHEMA, run)
-    metadata = pa.ipc.open_file(data).schema.metadata
+    opened = open_arrow(where, data, KIND, SCHEMA, run)
+    batches = opened.batches
     try:
-        facts = StepFacts(**json.loads(metadata[b"prl.facts"]))
-        tokens = json.loads(metadata[b"prl.tokens"])
+        facts = StepFacts(**json.loads(opened.metadata[b"prl.facts"]))
+        tokens = json.loads(opened.metadata[b"prl.tokens"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise StreamError(f"{where}: no step facts in its header ({type(error).__name__}: {error})") from error
     counts = (facts.step, facts.trained_tokens, facts.samples, facts.microbatches)
@@ -128,7 +124,7 @@ def open_step(where: object, data: pa.Buffer, run: str | None) -> "StepFile":
         _check_lists(batch, f"{where}, micro-batch {number}")
     if tokens != [len(batch.column("tokens").values) for batch in batches]:
         raise StreamError(f"{where}: its header deals other micro-batches than it holds")
-    return StepFile(where, header, facts, tokens, batches)
+    return StepFile(where, opened.header, facts, tokens, batches)
 
 
 def _check_lists(batch: pa.RecordBatch, where: str) -> None:
@@ -156,7 +152,7 @@ class StepFile:
         self.header = header
         self.facts = facts
         self.tokens = tokens  # of each micro-batch
-        self._batches = batches
+        self.batches = batches  # one a micro-batch
 
     def deal(self, data_parallel_size: int) -> list[list[int]]:
         """Numbers of the micro-batches of each rank: every one once, as many and (nearly) as long on each rank as can be. Where
@@ -165,7 +161,7 @@ class StepFile:
 
     def microbatch(self, number: int) -> MicroBatch:
         """One micro-batch; its arrays are read-only views. Raises StreamError where they do not fit together."""
-        batch = self._batches[number]
+        batch = self.batches[number]
 
         def values(name: str) -> Array:
             array: Array = batch.column(name).values.to_numpy(zero_copy_only=True)
@@ -185,15 +181,9 @@ class StepFile:
     def rollout_ids(self) -> list[RolloutId]:
         """Every rollout of the step, once, in rising order."""
         found: set[RolloutId] = set()
-        for batch in self._batches:
+        for batch in self.batches:
             found.update(RolloutId(*i) for i in zip(*(batch.column(name).values.to_pylist() for name in _IDS), strict=True))
         return sorted(found)
-
-
-def _write_file(sink: pa.NativeFile, schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> None:
-    with pa.ipc.new_file(sink, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
 
 
 def _check(microbatch: MicroBatch, where: str) -> None:

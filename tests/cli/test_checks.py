@@ -361,6 +361,9 @@ def test_redis_needs_one_server(good, tmp_path):
         assert "needs one of them" in problem
     for redis in (RedisOptions(start=True), RedisOptions(url=url)):
         assert check(replace(good, streams={"backend": "redis", "redis": redis}), memory_bytes=16 * GIB) == []
+    kept = replace(good, streams={"backend": "redis", "redis": RedisOptions(url=url), "keep": "all"})
+    (problem,) = problems(kept)
+    assert problem.startswith("streams.keep = all: Redis keeps no rollout that is done with")
     there = replace(good, streams={"redis": RedisOptions(url=url, password_file="secret")})
     assert resolve_paths(there, tmp_path).streams.redis.password_file == str(tmp_path / "secret")
 

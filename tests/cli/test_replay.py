@@ -40,7 +40,7 @@ def original(tmp_path, monkeypatch):
         tokens = np.arange(2, dtype=np.int32)
         ends, ids = np.array([0, 2], np.int32), (RolloutId(0, "digits/1", step, 0, 0),)
         batch = MicroBatch(tokens, tokens, ends, ones, ones, ones, None, np.zeros(2, np.int32), ids)
-        write_step(run.steps, step, [batch], StepFacts(step, 2.0, 2, 1, 1), run="one", attempt=1, sequence=step)
+        write_step(run.steps, [batch], StepFacts(step, 2.0, 2, 1, 1), run="one", attempt=1, sequence=step)
     return run
 
 
@@ -83,6 +83,14 @@ def test_what_does_not_fit_is_refused(original, capsys):
     assert submit.main(["--resume", "original", "--replay", "original"]) == 2
     assert "leave out one of them" in capsys.readouterr().err
     assert "name that run too" in refused(capsys, "--replay-rollouts")
+
+
+def test_rollouts_that_went_through_redis_are_told(original, capsys):
+    through_redis = load(Path("c.yaml"), ["streams.backend=redis", "streams.redis.start=true"])
+    original.config.write_text(dump(through_redis))
+    words = refused(capsys, "--replay", "original", "--replay-rollouts")
+    assert "its rollouts went through Redis (streams.backend: redis), which keeps none; replay its step files" in words
+    assert submit.main(["c.yaml", "--replay", "original", "--dry-run"]) == 0
 
 
 def test_deleted_step_files_are_told(original, capsys):

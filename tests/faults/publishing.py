@@ -57,8 +57,7 @@ def make_events(first: int, count: int = 3) -> list[LedgerEvent]:
 def groups_there(run: RunFolder) -> list[int]:
     """Numbers of all groups that can be read, by listing."""
     reader = open_reader(run)
-    entries, _ = reader.poll({})
-    return [group.group for entry in entries for group in reader.read(entry)]
+    return [group.group for entry in reader.entries() for group in reader.read(entry)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +96,7 @@ def _rollouts() -> Scene:
 
 def _steps() -> Scene:
     def write(run: RunFolder, step: int, attempt: int) -> None:
-        write_step(run.steps, step, *make_step(step), run=RUN, attempt=attempt, sequence=next_sequence(run.steps))
+        write_step(run.steps, *make_step(step), run=RUN, attempt=attempt, sequence=next_sequence(run.steps))
 
     def found(run: RunFolder):
         files = find_steps(run.steps)

@@ -39,7 +39,7 @@ def step_file(run: RunFolder, step: int, ids: list[RolloutId], sequence: int) ->
         rollouts=tuple(ids),
     )
     facts = StepFacts(step, float(tokens), tokens, len(ids), 1)
-    write_step(run.steps, step, [microbatch], facts, run="r", attempt=1, sequence=sequence)
+    write_step(run.steps, [microbatch], facts, run="r", attempt=1, sequence=sequence)
 
 
 class Attempt:

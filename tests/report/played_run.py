@@ -140,13 +140,7 @@ class Attempt:
             members = [member.prepared for member in self._maker.take(chosen, moment).members]
             made = build_step(members, moment, self.config.preprocess, 1)
             write_step(
-                self.run.steps,
-                step,
-                made.microbatches,
-                made.facts,
-                run="played",
-                attempt=self.number,
-                sequence=self._sequence,
+                self.run.steps, made.microbatches, made.facts, run="played", attempt=self.number, sequence=self._sequence
             )
             self._sequence += 1
             self._tick()

@@ -138,12 +138,12 @@ def edit_rollouts(run: RunFolder, edit) -> RolloutId:
     for writer in sorted(run.rollouts.iterdir()):
         for _, file in list_published(writer):
             data = read_checked(file.path, file.bytes, file.checksum)
-            batches, header = open_arrow(file.path, data, rollouts.KIND, rollouts.SCHEMA, None)
-            row = batches[0].slice(1, 1).to_pylist()[0]
+            opened = open_arrow(file.path, data, rollouts.KIND, rollouts.SCHEMA, None)
+            row = opened.batches[0].slice(1, 1).to_pylist()[0]
             found = RolloutId(row["epoch"], row["problem_id"], row["group_id"], row["rollout"], row["issue"])
             if found in trained:
                 file.path.unlink()
-                write_rollouts(writer, header, edit(batches[0]))
+                write_rollouts(writer, opened.header, edit(opened.batches[0]))
                 return found
     raise AssertionError
 
@@ -220,7 +220,7 @@ def edit_step(run: RunFolder, step: int, members) -> RolloutId:
     samples = len({i for batch in batches for i in batch.rollouts})
     facts = replace(found.facts, denominator=float(weights.sum()), trained_tokens=int((weights > 0).sum()), samples=samples)
     file.path.unlink()
-    write_step(run.steps, step, batches, facts, run="played", attempt=file.attempt, sequence=file.sequence)
+    write_step(run.steps, batches, facts, run="played", attempt=file.attempt, sequence=file.sequence)
     return ids[1]
 
 
@@ -261,9 +261,9 @@ def test_a_missing_rollout_file(run):
 def test_two_files_of_one_sequence_number(run):
     (_, first), (_, second), *_ = list_published(run.rollouts / "actor-0")
     data = read_checked(first.path, first.bytes, first.checksum)
-    batches, header = open_arrow(first.path, data, rollouts.KIND, rollouts.SCHEMA, None)
+    opened = open_arrow(first.path, data, rollouts.KIND, rollouts.SCHEMA, None)
     first.path.unlink()
-    write_rollouts(run.rollouts / "actor-0", replace(header, sequence=second.sequence), batches[0])
+    write_rollouts(run.rollouts / "actor-0", replace(opened.header, sequence=second.sequence), opened.batches[0])
     assert f"actor-0 file {second.sequence}: two files have this sequence number" in render(audit(run.path))
 
 
@@ -335,3 +335,11 @@ def test_the_command(run, capsys):
     assert told["named"] == [{"what": "step 5", "wrong": "its file is not there; 6 rollouts were trained in it"}]
     with pytest.raises(ReportError):
         audit(run.path / "model")
+
+
+def test_a_run_over_redis_says_that_no_rollouts_were_checked(run):
+    run.config.write_text(run.config.read_text().replace("backend: folder", "backend: redis"))
+    shutil.rmtree(run.rollouts)
+    result = audit(run.path)
+    assert result.passed
+    assert "not checked: rollouts, which went through Redis and are not kept" in render(result)

@@ -17,7 +17,9 @@ ARRAYS = ("tokens", "positions", "boundaries", "loss_weights", "advantages", "ol
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return play(tmp_path_factory.mktemp("replayed") / "run", [70])
+    run = play(tmp_path_factory.mktemp("replayed") / "run", [70])
+    (run.rollouts / "notes.txt").write_text("of a person: no writer's folder")
+    return run
 
 
 def test_the_same_options_give_the_same_steps(run):

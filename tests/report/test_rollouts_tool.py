@@ -1,6 +1,7 @@
 """tools/rollouts.py on a run that was played: what it prints, filters and exports."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,8 +83,26 @@ def test_parquet_holds_the_same(run, every, tmp_path):
     assert [{**row, "metrics": dict(row["metrics"])} for row in table.to_pylist()] == every
 
 
-def test_no_run(tmp_path):
-    program = [sys.executable, "tools/rollouts.py", str(tmp_path)]
+def refused(folder: Path) -> str:
+    program = [sys.executable, "tools/rollouts.py", str(folder)]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "no run lies there" in done.stderr
+    assert not done.stdout
+    return done.stderr
+
+
+def test_no_run(tmp_path):
+    assert "no run lies there" in refused(tmp_path)
+
+
+def test_rollouts_that_went_through_redis_are_not_there(run, tmp_path):
+    config = run.config.read_text().replace("backend: folder", "backend: redis")
+    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / "streams" / "rollouts").mkdir(parents=True)
+    assert "its rollouts went through Redis, which keeps none" in refused(tmp_path)
+
+
+def test_what_is_no_file_of_the_stream_is_passed_over(run, every, tmp_path):
+    shutil.copytree(run.path, tmp_path / "run")
+    (tmp_path / "run" / "streams" / "rollouts" / "notes.txt").write_text("mine")
+    assert rows(tmp_path / "run") == every

@@ -28,7 +28,7 @@ def rollout_file() -> bytes:
 
 def step_file(folder) -> bytes:
     made, facts = make_step(np.random.default_rng(0), 7, 2)
-    return steps.write_step(folder, 7, made, facts, run="run", attempt=1, sequence=0).path.read_bytes()
+    return steps.write_step(folder, made, facts, run="run", attempt=1, sequence=0).path.read_bytes()
 
 
 def ledger_payload() -> bytes:

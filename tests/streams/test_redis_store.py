@@ -71,7 +71,7 @@ def test_what_was_acknowledged_outlives_a_killed_server(run):
         writing.join()
         entries += appended
         assert_equal([reader.read(entry)[0] for entry in entries], groups)
-        assert reader.poll({})[0] == entries
+        assert reader.entries() == entries
 
 
 def test_a_server_that_stays_away_is_told(run):
@@ -98,7 +98,7 @@ def test_an_entry_whose_answer_was_lost_is_there_once(redis_run, monkeypatch):
     monkeypatch.setattr(redis.Redis, "xadd", adds_and_loses)
     entries = writer.append(make_group(0, RNG)) + writer.append(make_group(1, RNG))
     assert lost == [b"1-0"]
-    assert open_reader(redis_run, "run", 1, options()).poll({})[0] == entries
+    assert open_reader(redis_run, "run", 1, options()).entries() == entries
 
 
 def test_an_entry_of_somebody_else_is_not_taken_for_ones_own(redis_run):
@@ -173,8 +173,8 @@ def test_an_existing_server_by_url_and_password_file(run, redis_run, tmp_path):
     url = json.loads(redis_run.redis_url(1).read_text())["url"]
     there = StreamsOptions(backend="redis", redis=RedisOptions(url=url, password_file=str(password)), roll_groups=1)
     own = open_writer(run, "a", "run", 1, there).append(make_group(0, RNG))
-    assert open_reader(run, "run", 1, there).poll({})[0] == own
-    assert open_reader(redis_run, "run", 1, options()).poll({}) == ([], {})
+    assert open_reader(run, "run", 1, there).entries() == own
+    assert open_reader(redis_run, "run", 1, options()).entries() == []
 
 
 def test_a_server_has_to_be_named(run):
@@ -185,7 +185,29 @@ def test_a_server_has_to_be_named(run):
 def test_a_walk_takes_more_entries_than_are_asked_for_at_once(redis_run):
     writer = open_writer(redis_run, "a", "run", 1, options())
     entries = [entry for n in range(11) for entry in writer.append(make_group(n, RNG))]
-    assert open_reader(redis_run, "run", 1, options()).poll({"a": 1})[0] == entries[2:]
+    reader = open_reader(redis_run, "run", 1, options())
+    assert reader.entries() == entries
+    reader.release({"a": 1})
+    assert reader.entries() == entries[2:]
+
+
+def bytes_sent(client: redis.Redis) -> int:
+    return client.info("stats")["total_net_output_bytes"]
+
+
+def test_looking_for_entries_leaves_what_is_in_them_where_it_is(redis_run):
+    group = make_group(0, RNG)
+    turn = group.rollouts[0].turns[0]._replace(prompt_ids=np.zeros(2**20, np.int32))
+    group = replace(group, rollouts=(replace(group.rollouts[0], turns=(turn,)),))
+    writer = open_writer(redis_run, "a", "run", 1, options())
+    entries = [entry for _ in range(5) for entry in writer.append(group)]
+    assert sum(entry.bytes for entry in entries) > 20 * 2**20
+    url = json.loads(redis_run.redis_url(1).read_text())["url"]
+    with redis.Redis.from_url(url, password=redis_run.token.read_text()) as client:
+        before = bytes_sent(client)
+        assert open_reader(redis_run, "run", 1, options()).entries() == entries
+        assert open_writer(redis_run, "a", "run", 2, options()).flush() == []
+        assert bytes_sent(client) - before < 20_000
 
 
 def test_a_server_that_cannot_start_says_why(run, monkeypatch):
@@ -235,7 +257,7 @@ def test_parts_of_it_work_alone(redis_run):
     (entry,) = writer.append(make_group(0, RNG))
     source = RedisSource(place, RedisOptions())
     source.set_aside(entry)
-    assert list(source.entries({})) == []
+    assert list(source.entries()) == []
     with redis.Redis.from_url(url, password=redis_run.token.read_text()) as client:
         ((_, kept),) = client.xrange("prl:other:quarantine")
     assert kept[b"name"] == b"a/0"
@@ -253,11 +275,11 @@ def test_what_somebody_else_put_there_is_unreadable_and_no_crash(redis_run):
         client.xadd(key, {"data": "junk", "checksum": b"\xff", "attempt": "9" * 5000}, id="5-0")
         client.xadd(key, {"other": "junk"}, id="6-0")
     reader = open_reader(redis_run, "run", 1, options())
-    found, cursor = reader.poll({})
-    assert cursor == {"a": 5}
+    found = reader.entries()
+    assert [entry.sequence for entry in found] == [0, 4, 5]
     for entry in found[1:]:
         with pytest.raises(StreamError):
             reader.read(entry)
-    assert reader.poll({})[0] == [good]
+    assert reader.entries() == [good]
     assert reader.unreadable == 2
     assert open_writer(redis_run, "a", "run", 1, options()).append(make_group(1, RNG))[0].sequence == 6

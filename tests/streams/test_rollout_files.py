@@ -255,7 +255,7 @@ def test_a_failed_flush_is_repeated_as_it_was(tmp_path, monkeypatch):
     writer.append(make_group(1, rng))
     published = writer.flush()
     assert [(p.sequence, p.groups[0].group) for p in published] == [(0, 0), (1, 1)]
-    found, _ = open_reader(RunFolder(tmp_path), "run", 1, StreamsOptions()).poll({})
+    found = open_reader(RunFolder(tmp_path), "run", 1, StreamsOptions()).entries()
     assert found == published
 
 
@@ -354,7 +354,7 @@ def test_unreadable_files_are_set_aside_and_counted(tmp_path):
     assert reader.unreadable == 4
     kept = {f"actor_0_{Path(e.name).name}" for e in (entries[0], entries[1], renamed)}
     assert {path.name for path in run.quarantine.iterdir()} == kept
-    assert reader.poll({}) == ([entries[2]], {"actor_0": 2})
+    assert reader.entries() == [entries[2]]
 
 
 class Calls:
@@ -392,7 +392,7 @@ def test_metadata_operations(tmp_path, monkeypatch):
     for entry in published:
         reader.read(entry)
         assert calls.take() == ["open"]
-    assert reader.poll({})[0] == published
+    assert reader.entries() == published
     assert calls.take() == ["listdir", "listdir"]
 
 

@@ -43,7 +43,7 @@ def assert_same(a: MicroBatch, b: MicroBatch) -> None:
 @pytest.mark.parametrize("reference", [False, True])
 def test_round_trip(tmp_path, reference):
     made, facts = make_step(np.random.default_rng(0), 7, 5, reference)
-    published = write_step(tmp_path, 7, made, facts, run="run", attempt=2, sequence=3)
+    published = write_step(tmp_path, made, facts, run="run", attempt=2, sequence=3)
     file = read_step(published.path, published.bytes, published.checksum, run="run")
     assert file.facts == facts
     assert (file.header.attempt, file.header.sequence) == (2, 3)
@@ -55,7 +55,7 @@ def test_round_trip(tmp_path, reference):
 
 def test_any_number_of_ranks_deals_the_same_micro_batches(tmp_path):
     made, facts = make_step(np.random.default_rng(1), 1, 8)
-    published = write_step(tmp_path, 1, made, facts, run="run", attempt=1, sequence=0)
+    published = write_step(tmp_path, made, facts, run="run", attempt=1, sequence=0)
     file = read_step(published.path, published.bytes, published.checksum)
     for ranks in (1, 2, 4, 8):
         dealt = file.deal(ranks)
@@ -70,7 +70,7 @@ def test_the_latest_file_of_a_step_is_found(tmp_path):
     published = []
     for attempt, step in ((1, 10), (1, 9), (1, 10), (2, 11), (2, 10)):
         made, facts = make_step(rng, step, 2)
-        published.append(write_step(tmp_path, step, made, facts, run="run", attempt=attempt, sequence=next_sequence(tmp_path)))
+        published.append(write_step(tmp_path, made, facts, run="run", attempt=attempt, sequence=next_sequence(tmp_path)))
     (tmp_path / ".tmp-x").write_bytes(b"torn")
     found = find_steps(tmp_path)
     assert list(found) == [9, 10, 11]
@@ -82,21 +82,19 @@ def test_the_latest_file_of_a_step_is_found(tmp_path):
 def test_contradictions_are_refused(tmp_path):
     made, facts = make_step(np.random.default_rng(0), 7, 2)
     with pytest.raises(StreamError, match="has the facts"):
-        write_step(tmp_path, 8, made, facts, run="run", attempt=1, sequence=0)
-    with pytest.raises(StreamError, match="has the facts"):
-        write_step(tmp_path, 7, made[:1], facts, run="run", attempt=1, sequence=0)
+        write_step(tmp_path, made[:1], facts, run="run", attempt=1, sequence=0)
     broken = MicroBatch(**{**{n: getattr(made[0], n) for n in MicroBatch.__slots__}, "lags": made[0].lags[:-1]})
     with pytest.raises(StreamError, match=r"micro-batch 1: .*lags"):
-        write_step(tmp_path, 7, [made[0], broken], facts, run="run", attempt=1, sequence=0)
+        write_step(tmp_path, [made[0], broken], facts, run="run", attempt=1, sequence=0)
     broken = MicroBatch(**{**{n: getattr(made[1], n) for n in MicroBatch.__slots__}, "boundaries": made[1].boundaries[:-1]})
     with pytest.raises(StreamError, match="boundaries"):
-        write_step(tmp_path, 7, [made[0], broken], facts, run="run", attempt=1, sequence=0)
+        write_step(tmp_path, [made[0], broken], facts, run="run", attempt=1, sequence=0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_damage_is_refused(tmp_path):
     made, facts = make_step(np.random.default_rng(0), 7, 2)
-    published = write_step(tmp_path, 7, made, facts, run="run", attempt=1, sequence=0)
+    published = write_step(tmp_path, made, facts, run="run", attempt=1, sequence=0)
     data = bytearray(published.path.read_bytes())
     published.path.write_bytes(data[:-1])
     with pytest.raises(StreamError, match="announced were"):

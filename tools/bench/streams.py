@@ -81,8 +81,7 @@ def write_prl(folder: Path, groups: Sequence[Group]) -> None:
 
 def read_prl(folder: Path) -> Flat:
     reader = open_reader(RunFolder(folder), "bench", 1, StreamsOptions())
-    entries, _ = reader.poll({})
-    groups = [group for entry in entries for group in reader.read(entry)]
+    groups = [group for entry in reader.entries() for group in reader.read(entry)]
     return flat((turn.prompt_ids, turn.output_ids, turn.logprobs, reward) for turn, reward in turns_of(groups))
 
 
