@@ -3,7 +3,8 @@
 A resume from that checkpoint needs the step files behind it and the rollouts of groups that were in flight when it was made.
 So there are deleted: step files up to its step, and rollout files all of whose groups had ended by then; but never the last
 file of a folder, from which whoever writes there learns its next sequence number, and never the ledger. What is deleted is
-recorded first, so that an audit can tell it from what was lost.
+recorded first, so that an audit can tell it from what was lost. Rollouts that lie in no files (but in Redis) are let go of by
+the preprocessor.
 """
 
 import logging
@@ -15,6 +16,7 @@ from typing import Any
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.reclaim import Reclaimed, record_reclaimed
 from prl.streams.files import StreamError, StreamFile, list_published, open_arrow, read_checked
+from prl.streams.folder import rollout_files
 from prl.streams.rollouts import KIND, SCHEMA
 
 Pairs = tuple[tuple[int, int], ...]  # of group and issue
@@ -27,6 +29,7 @@ class Reclaimer:
 
     run: RunFolder
     attempt: int
+    in_files: bool = True  # where rollouts lie
     files: int = 0
     bytes: int = 0
     failures: int = 0
@@ -36,8 +39,9 @@ class Reclaimer:
 
     def announced(self, announcement: Mapping[str, Any]) -> None:
         """Learn what lies in a rollout file of this attempt."""
-        groups = announcement["groups"]
-        self._groups[str(announcement["path"])] = tuple((int(g["group"]), int(g["issue"])) for g in groups)
+        if self.in_files:
+            groups = announcement["groups"]
+            self._groups[str(announcement["path"])] = tuple((int(g["group"]), int(g["issue"])) for g in groups)
 
     def reclaim(self, step: int, state: Mapping[str, Any]) -> None:
         """Delete what lies behind the durable checkpoint of `step`; `state` is the dispatcher's in its manifest. Whatever fails
@@ -75,8 +79,8 @@ class Reclaimer:
                 yield Reclaimed("step", self._name(file), file.bytes, file.checksum, step=int(number))
 
     def _rollouts(self, had_ended: Callable[[int, int], bool]) -> Iterator[Reclaimed]:
-        for writer in sorted(path for path in self.run.rollouts.iterdir() if path.is_dir()):
-            for _, file in list_published(writer)[:-1]:
+        for files in rollout_files(self.run).values():
+            for file in files[:-1]:
                 name = self._name(file)
                 if name not in self._groups and file.attempt < self.attempt:
                     self._groups[name] = _groups_in(file)

@@ -3,12 +3,14 @@
 import asyncio
 import dataclasses
 
+import numpy as np
 import pytest
 
 from prl.config.load import replace
 from prl.config.schema import Config
 from prl.control.server import Member
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
+from prl.flow.ids import RolloutId
 from prl.metrics import names
 from prl.metrics.events import read_events
 from prl.orchestrator.binding import Resume
@@ -17,6 +19,8 @@ from prl.orchestrator.journal import Journal
 from prl.orchestrator.resume import Start
 from prl.runfolder.manifest import newest_manifest, part_of, read_manifest
 from prl.runfolder.paths import RunFolder
+from prl.streams.records import MicroBatch, StepFacts
+from prl.streams.steps import find_steps, write_step
 
 TRAINER = Member("trainer", 0)
 
@@ -24,10 +28,11 @@ TRAINER = Member("trainer", 0)
 class Desk:
     """A run whose steps are trained one after the other, with a trainer that writes a file a checkpoint."""
 
-    def __init__(self, path, **options):
+    def __init__(self, path, *, streams=None, **options):
         self.run = RunFolder(path)
         self.run.create()
         config = replace(Config(), run={"folder": str(path), "steps": 100}, train=options, metrics={"tensorboard": False})
+        config = replace(config, streams=streams or {})
         start = Start(
             Resume(0, 3, None),
             {3: 0},
@@ -133,3 +138,19 @@ def test_old_ones_go_once_a_new_one_counts(tmp_path):
         desk.written(step)
     assert desk.steps() == [3, 5, 6]
     assert desk.events()[-1].values[names.CHECKPOINTS_RETIRED] == 3
+
+
+@pytest.mark.parametrize("backend", ["folder", "redis"])
+def test_step_files_behind_the_last_checkpoint_but_one_go_wherever_rollouts_lie(tmp_path, backend):
+    desk = Desk(tmp_path, streams={"backend": backend}, checkpoint_every_steps=2)
+    for step in range(1, 7):
+        ones, tokens = np.ones(2, np.float32), np.arange(2, dtype=np.int32)
+        ids = (RolloutId(0, "digits/1", step, 0, 0),)
+        batch = MicroBatch(tokens, tokens, np.array([0, 2], np.int32), ones, ones, ones, None, tokens, ids)
+        write_step(desk.run.steps, [batch], StepFacts(step, 2.0, 2, 1, 1), run="r", attempt=1, sequence=step)
+        announced = {"path": f"actor-000/{step}", "groups": [{"group": step, "issue": 0, "rollouts": 2}]}
+        desk.checkpoints.announced(announced)
+        if desk.train():
+            desk.written(step)
+    assert list(find_steps(desk.run.steps)) == [5, 6]
+    assert not (backend == "redis" and desk.checkpoints._reclaimer._groups)  # nobody would ever take them out

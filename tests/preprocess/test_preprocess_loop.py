@@ -64,7 +64,7 @@ class World:
         self.rollouts.open = True
         self.steps = StepDesk(
             self.dispatcher, self.rollouts, record, bell, trained=0, forks={}, lineage=0, waiting=(),
-            on_trained=self._trained, save_now=lambda step: False, on_checkpoint=self._checkpoint,
+            on_trained=self._trained, save_now=lambda step: False,
         )  # fmt: skip
         self.bell = bell
         self.server = ControlServer(
@@ -79,9 +79,6 @@ class World:
     def _trained(self, step, train, data) -> bool:
         self.metrics.append(dict(data))
         return step == STEPS
-
-    async def _checkpoint(self, step, export) -> None:
-        raise AssertionError
 
     def client(self, url: str, role: str) -> ControlClient:
         return ControlClient(url, "token", role, 0, self.config.control)
