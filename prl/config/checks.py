@@ -187,6 +187,11 @@ def _fit(config: Config, model: ModelConfig) -> Iterator[str]:
         if misfit:
             fitting = [str(n) for n in range(1, model.heads + 1) if not tensor_misfit(model, n)]
             yield f"{key} = {width}: {misfit}; choose one of {', '.join(fitting)}"
+    if model.experts:
+        yield (
+            "model: has experts, and samplers cannot take new weights of experts while they run (the trainer can train them); "
+            "choose a dense model"
+        )
     if config.sample.max_model_len > model.max_positions:
         yield (
             f"sample.max_model_len = {config.sample.max_model_len}: the model has {model.max_positions} positions; lower it to "

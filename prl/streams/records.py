@@ -11,6 +11,7 @@ from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
 
 Int32 = npt.NDArray[np.int32]
+Int16 = npt.NDArray[np.int16]
 Float32 = npt.NDArray[np.float32]
 NO_METRICS: Mapping[str, float] = {}
 
@@ -85,6 +86,7 @@ class MicroBatch:
     reference_logprobs: Float32 | None  # [T]
     lags: Int32  # [T], -1 where nothing is trained
     rollouts: tuple[RolloutId, ...]  # [S]
+    routings: Int16 | None = None  # [T, layers, experts a token], the experts that the sampler chose; -1: unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def to_device(batch: MicroBatch, tensor_parallel: int) -> Batch:
     return Batch(
         tokens=tokens,
         positions=on_device,
-        sequences=packed_sequences(boundaries, on_device),
+        sequences=packed_sequences(boundaries, on_device, _routings(batch, padding)),
         targets=next_token(batch.tokens, torch.int64),
         weights=next_token(batch.loss_weights, torch.float32),
         advantages=next_token(batch.advantages, torch.float32),
@@ -60,6 +60,13 @@ def to_device(batch: MicroBatch, tensor_parallel: int) -> Batch:
         lags=next_token(batch.lags, torch.float32),
         sequence_numbers=Sequences(torch.from_numpy(numbers).to(device.device()), len(boundaries) - 1),
     )
+
+
+def _routings(batch: MicroBatch, padding: int) -> Tensor | None:
+    if batch.routings is None:
+        return None
+    padded = np.pad(batch.routings, ((0, padding), (0, 0), (0, 0)), constant_values=-1)
+    return torch.from_numpy(padded.astype(np.int64)).to(device.device())
 
 
 def idle_microbatch() -> MicroBatch:

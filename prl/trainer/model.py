@@ -17,6 +17,7 @@ from prl.trainer import device
 from prl.trainer.layers import PackedAttention, PackedRotary, RMSNorm
 from prl.trainer.options import TrainOptions
 from prl.trainer.rotary import attention_scale, inverse_frequencies
+from prl.trainer.routing import replay_routings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -58,8 +59,8 @@ def transformer_config(model: ModelConfig, options: TrainOptions) -> Transformer
         tensor_model_parallel_size=options.tensor_parallel,
         pipeline_model_parallel_size=options.pipeline_parallel,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline if options.virtual_pipeline > 1 else None,
-        variable_seq_lengths=options.pipeline_parallel > 1,  # stages tell each other how long a micro-batch is
-        batch_p2p_comm=options.virtual_pipeline == 1,  # see prl.trainer.pipeline
+        variable_seq_lengths=options.pipeline_parallel > 1,
+        batch_p2p_comm=options.virtual_pipeline == 1,  # of two stages in turns each is before and after the other
         moe_token_dispatcher_type="alltoall",  # the one that goes with this, even where there are no experts
         expert_model_parallel_size=options.expert_parallel,
         expert_tensor_parallel_size=1,  # an expert is whole on one rank
@@ -126,6 +127,8 @@ def _build_chunk(model: ModelConfig, options: TrainOptions, config: TransformerC
             kv_channels=model.head_dim, rotary_percent=1.0, use_cpu_initialization=config.use_cpu_initialization
         )
     gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).to(device.device())
+    if model.experts:
+        replay_routings(gpt)
     gpt.to(device.device())
     return Float16Module(config, gpt) if config.bf16 else gpt
 

@@ -57,20 +57,27 @@ class _Rearrange(torch.autograd.Function):
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """What Megatron hands through the model for packed input: where sequences begin, positions, the padded layout."""
+    """What Megatron hands through the model for packed input; without Transformer Engine: where sequences begin, positions, the
+    padded layout."""
 
     boundaries: Tensor | None = None  # [S + 1] int32
     positions: Tensor | None = None  # [T], from 0 in each sequence
     layout: Buckets | None = None
+    routings: Tensor | None = None  # [T, layers, experts a token] int64, the experts that a token goes to; -1: not given
 
 
-def packed_sequences(boundaries: npt.NDArray[np.int32], positions: Tensor) -> PackedSeqParams:
-    """`boundaries` [S + 1] of S sequences, `positions` [T] on the device that computes."""
+def packed_sequences(boundaries: npt.NDArray[np.int32], positions: Tensor, routings: Tensor | None = None) -> PackedSequences:
+    """`boundaries` [S + 1] of S sequences, `positions` [T] and `routings` on the device that computes."""
     longest = int(np.diff(boundaries).max())
     starts = torch.from_numpy(boundaries.astype(np.int32)).to(positions.device)
     if has_transformer_engine():
-        return PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+        return PackedSequences(
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            routings=routings,
         )
     # "sbhd" keeps Megatron from its own loop over sequences (rotary embedding of "thd"); our layers need no more than this.
     return PackedSequences(
@@ -80,6 +87,7 @@ def packed_sequences(boundaries: npt.NDArray[np.int32], positions: Tensor) -> Pa
         boundaries=starts,
         positions=positions,
         layout=buckets(boundaries, positions.device),
+        routings=routings,
     )
 
 

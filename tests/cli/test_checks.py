@@ -177,6 +177,14 @@ def test_an_incomplete_model_folder(good, tmp_path, missing, words):
     assert line.startswith(f"model.path = {tmp_path / 'model'}: {words}")
 
 
+def test_a_model_with_experts(good):
+    config = replace(good, model={"architecture": "qwen3_moe"}, train={"tensor_parallel": 1})
+    (line,) = problems(config)
+    assert line.startswith("model: has experts, and samplers cannot take new weights of experts")
+    (line,) = problems(replace(config, model={"experts_per_token": 9}))
+    assert line == "model.experts_per_token = 9: there are model.experts = 8"
+
+
 def test_a_model_that_prl_does_not_know(good, tmp_path):
     (line,) = problems(replace(good, model=model_folder(tmp_path / "model", model_type="mamba"), train={"tensor_parallel": 1}))
     assert "model_type 'mamba' is not one of qwen2, qwen3, qwen3_moe, llama, mistral" in line

@@ -1,0 +1,179 @@
+"""One rank of the tests of model families: `families_worker.py FOLDER`. Loads every model, computes and exports it, for one
+rank or two; rank 0 writes what came out to FOLDER/ranks_<n>/<layout>_<model>.npz."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from families import CONFIGS, EXPERT_MODELS, LENGTHS, routings
+from trainer_data import VOCABULARY
+
+from prl.trainer.options import TrainOptions
+
+SEED = 11
+
+
+@dataclass
+class Counted:
+    """A tensor in a file, and what is read of it."""
+
+    tensor: Any
+    reads: list[int] = field(default_factory=list)  # bytes
+    memory: list[int] = field(default_factory=list)  # of this process, at each read
+
+    def __getitem__(self, index: Any) -> Any:
+        part = self.tensor[index]
+        self.reads.append(part.nbytes)
+        self.memory.append(own_memory())
+        return part
+
+
+def own_memory() -> int:
+    """Bytes of this process that are not pages of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def main(folder: Path) -> None:
+    from prl.trainer import device
+
+    device.install(1)
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    from prl.config.hf_config import read_model_config
+    from prl.trainer.checkpoint import begin_save, finish_save
+    from prl.trainer.engine import build_engine
+    from prl.trainer.hf_folder import read_weights, write_folder
+    from prl.trainer.mapping import export_weights, load_weights
+    from prl.trainer.model import build_model
+    from prl.trainer.packing import packed_sequences
+    from prl.trainer.parallel import Channel, start_groups, stop_groups
+    from prl.trainer.table import random_weights
+
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    results = folder / f"ranks_{ranks}"
+
+    def report(name: str, values: dict[str, np.ndarray]) -> None:
+        if rank == 0:
+            np.savez(results / f"{name}.npz", **values)
+
+    def arrays(tensors: Iterable[tuple[str, torch.Tensor]], prefix: str = "") -> dict[str, np.ndarray]:
+        return {prefix + name: tensor.float().numpy().copy() for name, tensor in tensors}
+
+    def loaded(name: str, options: TrainOptions) -> tuple[Any, Any]:
+        config = read_model_config(folder / name)
+        chunks = build_model(config, options)
+        load_weights(chunks, config, read_weights(folder / name, config))
+        return config, chunks
+
+    def logits_of(model: Any, experts: np.ndarray | None = None) -> torch.Tensor:
+        positions = torch.cat([torch.arange(n) for n in LENGTHS])
+        tokens = torch.from_numpy(np.random.default_rng(3).integers(0, VOCABULARY, len(positions)))
+        given = None if experts is None else torch.from_numpy(experts.astype(np.int64))
+        sequences = packed_sequences(np.cumsum([0, *LENGTHS]).astype(np.int32), positions, given)
+        logits = model(tokens[None], positions[None], None, packed_seq_params=sequences)
+        return gather_from_tensor_model_parallel_region(logits)[0, :, :VOCABULARY]
+
+    def parity(layout: str, name: str, options: TrainOptions) -> None:
+        config, chunks = loaded(name, options)
+        chunks[0].eval()
+        with torch.no_grad():
+            found = {"logits": logits_of(chunks[0]).numpy()}
+        report(f"{layout}_{name}", found | arrays(export_weights(chunks, config)))
+
+    def gradients(label: str, name: str, options: TrainOptions, experts: np.ndarray | None = None) -> None:
+        config, chunks = loaded(name, options)
+        (logits_of(chunks[0], experts).log_softmax(-1)[:, 7]).sum().backward()
+        for parameter in chunks[0].parameters():
+            parameter.data = parameter.grad
+        report(f"{label}_{name}", arrays(export_weights(chunks, config)))
+
+    def replayed(layout: str, name: str, options: TrainOptions) -> None:
+        _, chunks = loaded(name, options)
+        with torch.no_grad():
+            found = {"given": logits_of(chunks[0], routings()), "own": logits_of(chunks[0])}
+            found["evaluated"] = logits_of(chunks[0].eval(), routings())
+        report(f"replayed_{layout}_{name}", {key: logits.numpy() for key, logits in found.items()})
+
+    def drawn(layout: str, name: str, options: TrainOptions) -> None:
+        config = read_model_config(folder / name)
+        chunks = build_model(config, options)
+        load_weights(chunks, config, random_weights(config, SEED))
+        report(f"drawn_{layout}_{name}", arrays(export_weights(chunks, config)))
+
+    def saved(layout: str, name: str, options: TrainOptions) -> None:
+        config, chunks = loaded(name, options)
+        channel = Channel(60.0)
+        finish_save(begin_save(build_engine(chunks, config, options), channel, results / f"saved_{layout}_{name}", 1), channel)
+
+    def counted(name: str, options: TrainOptions) -> None:
+        config = read_model_config(folder / name)
+        chunks = build_model(config, options)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.data.zero_()  # so that the pages are there
+        before, tensors = own_memory(), {}
+
+        def source() -> Iterator[tuple[str, Counted]]:
+            for key, tensor in read_weights(folder / name, config):
+                tensors[key] = Counted(tensor)
+                yield key, tensors[key]
+
+        load_weights(chunks, config, source())
+        parameters = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+        found = {"before": before, "parameters": parameters, "peak": max(max(x.memory) for x in tensors.values())}
+        found |= {key: sum(tensor.reads) for key, tensor in tensors.items()}
+        report(f"counted_{name}", {key: np.array(value) for key, value in found.items()})
+
+    def restart(options: TrainOptions) -> None:
+        parallel_state.destroy_model_parallel()
+        start_groups(options, timeout_s=60.0)
+
+    one = TrainOptions(learning_rate=1e-3)
+    if ranks == 1:
+        start_groups(one, timeout_s=60.0)
+        for name in [*CONFIGS, "qwen3_moe_fused"]:
+            parity("one", name, one)
+        for name in ("mistral", *EXPERT_MODELS):
+            gradients("gradients", name, one)
+        for name in EXPERT_MODELS:
+            replayed("one", name, one)
+            gradients("replayed_gradients", name, replace(one, recompute="full"), routings())
+        config, chunks = loaded("qwen3_moe", one)
+        write_folder(results / "written", export_weights(chunks, config), folder / "qwen3_moe", "float32", 20_000)
+    else:
+        split = replace(one, tensor_parallel=2)
+        start_groups(split, timeout_s=60.0)
+        for name in CONFIGS:
+            parity("tensor", name, split)
+        for name in ("qwen3_moe", "llama_yarn"):
+            parity("sequence", name, replace(split, sequence_parallel=True))
+        replayed("sequence", "qwen3_moe", replace(split, sequence_parallel=True))
+        drawn("tensor", "qwen3_moe", split)
+        saved("tensor", "mistral", split)
+        counted("large", split)
+        experts = replace(one, expert_parallel=2)
+        restart(experts)
+        for name in EXPERT_MODELS:
+            parity("experts", name, experts)
+        replayed("experts", "qwen3_moe", experts)
+        drawn("experts", "qwen3_moe", experts)
+        saved("experts", "qwen3_moe", experts)
+        stages = replace(one, pipeline_parallel=2)
+        restart(stages)
+        drawn("stages", "qwen3_moe", stages)
+        saved("stages", "llama_yarn", stages)
+    stop_groups()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
