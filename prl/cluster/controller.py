@@ -16,6 +16,7 @@ from prl.control.parent import end_with_parent
 from prl.runfolder.paths import RunFolder
 
 LOOK_S = 0.05  # between two looks at the task
+KILLED_S = 10.0  # a killed process lives no longer, unless it hangs in its storage
 
 
 class Controller(local.Controller):  # type: ignore[misc]
@@ -39,13 +40,18 @@ class Controller(local.Controller):  # type: ignore[misc]
         while self._asked is None and self._go_on():
             time.sleep(LOOK_S)
         if self._asked is not None:
-            end = self._asked[1] + load(RunFolder(os.environ["PRL_RUN"]).config).control.stop_s
-            while self._go_on() and time.monotonic() < end:
-                time.sleep(LOOK_S)
+            self._look_until(self._asked[1] + load(RunFolder(os.environ["PRL_RUN"]).config).control.stop_s)
             for task in self.tasks:
                 task.kill()  # nothing happens where it has ended
-                task.wait()
+            self._look_until(time.monotonic() + KILLED_S)
+            for task in self.tasks:
+                if task.poll() is None:
+                    print(f"process {task.pid} was killed and has not ended in {KILLED_S:g} s: its storage hangs", flush=True)
         return [task.poll() for task in self.tasks]
+
+    def _look_until(self, end: float) -> None:
+        while self._go_on() and time.monotonic() < end:
+            time.sleep(LOOK_S)
 
     def _go_on(self) -> bool:
         return any(task.poll() is None for task in self.tasks)

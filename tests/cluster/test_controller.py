@@ -109,3 +109,25 @@ def test_a_controller_whose_submission_is_gone_already_ends_its_task(tmp_path):
     assert process.wait(20) == 0
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
+
+
+class Stuck:
+    """A process that no signal ends, as one in a filesystem that hangs."""
+
+    pid = 7
+    kill = send_signal = lambda *_: None
+
+    def poll(self):
+        return None
+
+
+def test_a_process_that_outlives_its_death_is_told_and_not_waited_for(tmp_path, monkeypatch, capsys):
+    from prl.cluster import controller
+
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("stop_s: 4", "stop_s: 0.1"))
+    monkeypatch.setenv("PRL_RUN", str(tmp_path))
+    monkeypatch.setattr(controller, "KILLED_S", 0.1)
+    stuck = object.__new__(controller.Controller)
+    stuck.tasks, stuck._asked = [Stuck()], (signal.SIGTERM, time.monotonic())
+    assert stuck.wait() == [None]
+    assert "process 7 was killed and has not ended in 0.1 s: its storage hangs" in capsys.readouterr().out

@@ -74,6 +74,21 @@ def test_what_was_acknowledged_outlives_a_killed_server(run):
         assert reader.entries() == entries
 
 
+def test_a_server_that_outlives_its_death_is_told_and_not_waited_for(run, monkeypatch, caplog):
+    """As a process does that hangs in its storage."""
+    with serving(run) as (server, _):
+        wait = server._process.wait
+
+        def too_long(timeout):
+            raise subprocess.TimeoutExpired("redis-server", timeout)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server._process, "wait", too_long)
+            server.close()
+        wait(10)
+    assert "did not end in 10 s: its storage hangs" in caplog.text
+
+
 def test_a_server_that_stays_away_is_told(run):
     with serving(run) as (_, port):
         writer = open_writer(run, "a", "run", 1, options(reconnect_s=0.3))
