@@ -58,7 +58,7 @@ def run_ranks(command: list[str], ranks: int) -> None:
             for rank in range(ranks)
         ]
         try:
-            codes = [process.wait(timeout=120) for process in processes]
+            codes = [process.wait(timeout=900) for process in processes]
         finally:
             for process in processes:
                 process.kill()

@@ -219,6 +219,17 @@ def test_step_does_not_depend_on_ranks_or_micro_batches(results, ranks, name):
     assert_equal_steps(results[ranks, name], results[1, "step"])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(1, "step_sequences_merged"), (2, "step_sequences"), (2, "step_sequences_merged")]
+)
+def test_losses_of_whole_sequences_do_not_depend_on_ranks_or_micro_batches(results, ranks, name):
+    found, expected = results[ranks, name], results[1, "step_sequences"]
+    assert_equal_steps(found, expected)
+    for key in ("1:train/mask_fraction", "1:train/clip_fraction"):
+        assert 0 < found[key] < 1
+        assert found[key] == pytest.approx(float(expected[key]))
+
+
 @pytest.mark.parametrize("name", ["step", "step_two_data_ranks"])
 def test_later_steps_stay_together(results, name):
     np.testing.assert_allclose(losses(results[2, name], 1, 2, 3), losses(results[1, "step"], 1, 2, 3), atol=1e-5)

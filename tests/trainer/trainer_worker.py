@@ -260,6 +260,9 @@ def main(folder: Path) -> None:
     steps_of("step_recomputed", replace(tensor_parallel, recompute="full"), microbatches, 1)
     steps_of("step_recomputed_selectively", replace(tensor_parallel, recompute="selective"), microbatches, 1)
     steps_of("step_reinforce", replace(tensor_parallel, loss="reinforce", truncate=1.1), microbatches, 1)
+    sequences = replace(tensor_parallel, loss="gspo", clip_low=0.05, clip_high=0.05, sequence_mask_high=1.1, kl_place="reward")
+    steps_of("step_sequences", sequences, microbatches, 1)
+    steps_of("step_sequences_merged", sequences, lambda: [merged(microbatches())], 1)
     with_reference = replace(tensor_parallel, reference="initial")
     bare = [without_reference(batch) for batch in microbatches()]
     steps_of("step_without_kl", replace(tensor_parallel, kl_coefficient=0.0), lambda: bare, 1)
