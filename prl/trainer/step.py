@@ -1,19 +1,26 @@
 """One optimizer step over this rank's micro-batches."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from prl.metrics import names
 from prl.streams.records import MicroBatch, StepFacts
-from prl.trainer.batch import Batch, idle_microbatch, to_device
+from prl.trainer import device
+from prl.trainer.batch import Batch, idle_microbatch
+from prl.trainer.efficiency import Stopwatch, efficiency
 from prl.trainer.engine import Engine, optimizer_step
 from prl.trainer.head import hidden_states, token_logprobs
 from prl.trainer.measures import Measures
 from prl.trainer.objective import objective
+from prl.trainer.parallel import broadcast_json
+from prl.trainer.pipeline import ForwardStep, LossOf, run_schedule
+from prl.trainer.schedule import learning_rate
 
 
 def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFacts) -> dict[str, float]:
@@ -27,49 +34,70 @@ def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFa
     """
     reference = engine.reference
     spent_s = reference.spent_s if reference else 0.0
-    batches = list(microbatches) or [idle_microbatch()]
+    batches, compare = _even(engine, microbatches)
+    reference_logprobs = reference.logprobs(batches) if reference and compare else None
     measures = Measures()
     for chunk in engine.chunks:
         chunk.zero_grad_buffer()
     engine.optimizer.zero_grad()
-    get_forward_backward_func()(
-        forward_step_func=_forward_step(engine, facts, len(batches), measures),
-        data_iterator=_on_device(engine, batches),
-        model=list(engine.chunks),
-        num_microbatches=len(batches),
-        seq_length=max(len(batch.tokens) for batch in batches),
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    norm, changed = optimizer_step(engine, facts.step)
-    reduced = measures.reduce(parallel_state.get_data_parallel_group())
-    metrics = {names.GRAD_NORM: norm, names.SKIPPED: float(not changed), **reduced}
+    watch = Stopwatch()
+    with watch.phase(names.FORWARD_BACKWARD_S):
+        run_schedule(engine.chunks, batches, _forward_step(engine, facts, len(batches), measures, reference_logprobs))
+    with watch.phase(names.OPTIMIZER_S):
+        norm, changed = optimizer_step(engine, facts.step)
+    metrics = {
+        names.GRAD_NORM: norm,
+        names.SKIPPED: float(not changed),
+        names.LEARNING_RATE: learning_rate(engine.options, facts.step),
+        **_measured(measures),
+        **efficiency(engine.config, engine.options, microbatches, batches, watch.seconds),
+    }
     return metrics | {"train/reference_s": reference.spent_s - spent_s} if reference else metrics
 
 
-def _on_device(engine: Engine, batches: Sequence[MicroBatch]) -> Iterator[Batch]:
-    """The micro-batches as they are asked for: what the reference makes of one is computed before the model's own logits take
-    up memory."""
-    for microbatch in batches:
-        batch = to_device(microbatch, engine.options.tensor_parallel)
-        yield engine.reference.complete(batch) if engine.reference else batch
+def _even(engine: Engine, microbatches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], bool]:
+    """This rank's micro-batches, with idle ones where it must have more, and whether the reference has to judge them. Ranks
+    that share experts go through equally many together; a virtual pipeline takes as many as it has stages at a time."""
+    options = engine.options
+    wanted = [max(1, len(microbatches)), int(any(batch.reference_logprobs is None for batch in microbatches))]
+    if options.expert_parallel > 1:
+        told = torch.tensor(wanted, device=device.device())
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        wanted = told.tolist()
+    count, compare = wanted
+    if options.virtual_pipeline > 1:
+        count = math.ceil(count / options.pipeline_parallel) * options.pipeline_parallel
+    return [*microbatches, *[idle_microbatch()] * (count - len(microbatches))], bool(compare)
+
+
+def _measured(measures: Measures) -> dict[str, float]:
+    """The step's measures, for every rank: the last pipeline stage has taken them."""
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    found = measures.reduce(parallel_state.get_data_parallel_group()) if last else None
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    return broadcast_json(found, stages.size() - 1, stages, device.device())
 
 
 def _forward_step(
-    engine: Engine, facts: StepFacts, microbatches: int, measures: Measures
-) -> Callable[[Iterator[Batch], torch.nn.Module], tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]]:
+    engine: Engine,
+    facts: StepFacts,
+    microbatches: int,
+    measures: Measures,
+    reference_logprobs: Sequence[Tensor] | None,
+) -> ForwardStep:
     # Megatron's schedule divides by the micro-batches, its data parallelism by the ranks; our denominator already is global.
     scale = microbatches * parallel_state.get_data_parallel_world_size()
 
-    def forward_step(
-        batches: Iterator[Batch], model: torch.nn.Module
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
-        batch = next(batches)
+    def forward_step(batches: Iterator[tuple[int, Batch]], model: torch.nn.Module) -> tuple[Tensor, LossOf]:
+        number, batch = next(batches)
 
         def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs, entropies = token_logprobs(model, output, batch.targets, engine.config, engine.options)
-            found = objective(batch, logprobs, entropies, facts, engine.options)
-            measures.add(batch, found, logprobs.detach(), entropies.detach())
+            own = batch
+            if batch.reference_logprobs is None and reference_logprobs is not None:
+                own = replace(batch, reference_logprobs=reference_logprobs[number])
+            logprobs, entropies = token_logprobs(model, output, own.targets, engine.config, engine.options)
+            found = objective(own, logprobs, entropies, facts, engine.options)
+            measures.add(own, found, logprobs.detach(), entropies.detach())
             return found.loss * scale, {}
 
         return hidden_states(model, batch), loss_of

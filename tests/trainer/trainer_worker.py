@@ -32,7 +32,6 @@ def main(folder: Path) -> None:
     from torch.nn import functional
 
     from prl.config.hf_config import read_model_config
-    from prl.trainer.batch import to_device
     from prl.trainer.checkpoint import begin_save, finish_save, load_checkpoint
     from prl.trainer.engine import Engine, build_engine
     from prl.trainer.head import Head, logprobs_and_entropies
@@ -98,9 +97,9 @@ def main(folder: Path) -> None:
             assert {name: value.shape for name, value in exported.items()} == tensor_shapes(engine.config)
             report(f"export_{source}", exported)
 
-    def steps_of(name: str, options: TrainOptions, split: Callable[[], list], count: int = 3) -> Engine:  # type: ignore[type-arg]
+    def steps_of(name: str, options: TrainOptions, split: Callable[[], list], count: int = 3, source: str = "qwen3") -> Engine:  # type: ignore[type-arg]
         """Metrics of some steps and the gradients of the first; returns the engine after them."""
-        engine = engine_of("qwen3", options)
+        engine = engine_of(source, options)
         found: dict[str, np.ndarray] = {}
         for step in range(1, count + 1):
             mine = split()[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
@@ -113,11 +112,11 @@ def main(folder: Path) -> None:
 
     def frozen_logprobs(trained: Engine) -> None:
         """What the reference says after some steps, what one says that is built again, and both digests."""
-        batch = to_device(without_reference(merged(microbatches())), ranks)
+        batch = without_reference(merged(microbatches()))
         found = {}
         for name, reference in (("kept", trained.reference), ("again", reference_of("qwen3", trained.options))):
             assert reference is not None
-            found[name] = reference.logprobs(batch).numpy()
+            found[name] = reference.logprobs([batch])[0].numpy()
             found[f"{name}_digest"] = np.array(str(reference.digest))
         weights = dict(export_weights(reference.chunks, reference.config))
         found["weights_digest"] = np.array(str(digest(weights)))
@@ -259,7 +258,8 @@ def main(folder: Path) -> None:
     steps_of("step_merged", tensor_parallel, lambda: [merged(microbatches())], 1)
     steps_of("step_recomputed", replace(tensor_parallel, recompute="full"), microbatches, 1)
     steps_of("step_recomputed_selectively", replace(tensor_parallel, recompute="selective"), microbatches, 1)
-    steps_of("step_reinforce", replace(tensor_parallel, loss="reinforce", truncate=1.1), microbatches, 1)
+    steps_of("step_untied", tensor_parallel, microbatches, 1, "llama")
+    steps_of("step_reinforce", replace(tensor_parallel, loss="reinforce", truncate=1.1, peak_tflops=2.0), microbatches, 1)
     sequences = replace(tensor_parallel, loss="gspo", clip_low=0.05, clip_high=0.05, sequence_mask_high=1.1, kl_place="reward")
     steps_of("step_sequences", sequences, microbatches, 1)
     steps_of("step_sequences_merged", sequences, lambda: [merged(microbatches())], 1)
