@@ -4,7 +4,10 @@ import os
 import re
 from pathlib import Path
 
+from prl.runfolder.striping import stripe
+
 _ATTEMPT_FOLDER = re.compile(r"attempt_([0-9]{3,9})")
+CHECKPOINT_TARGETS = 4  # storage targets of a checkpoint's file, where the filesystem has them
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
 
@@ -147,5 +150,8 @@ class RunFolder:
         """Make the folder (for its owner alone) and what every run has in it."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.chmod(0o700)
-        for folder in (self.rollouts, self.steps, self.ledgers, self.checkpoints, self.metrics, self.control):
+        for folder, targets in ((self.path / "streams", 1), (self.checkpoints, CHECKPOINT_TARGETS)):
+            folder.mkdir(exist_ok=True)
+            stripe(folder, targets)
+        for folder in (self.rollouts, self.steps, self.ledgers, self.metrics, self.control):
             folder.mkdir(parents=True, exist_ok=True)

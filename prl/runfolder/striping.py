@@ -9,15 +9,16 @@ _TIMEOUT_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def one_stripe(folder: Path) -> None:
-    """Have each new file of a folder lie on one storage target, which suits files of a few MiB: `lfs setstripe -c 1`. Nothing
-    happens where there is no `lfs`; where it fails (the folder is on another filesystem), the log says so."""
+def stripe(folder: Path, targets: int) -> None:
+    """Have each new file of a folder, and of those made in it, lie on so many storage targets: `lfs setstripe -c`. One suits
+    files of a few MiB, several those of many GiB. Nothing happens where there is no `lfs`; where it fails (the folder is on
+    another filesystem), the log says so."""
     lfs = shutil.which("lfs")
     if lfs is None:
         return
     try:
         subprocess.run(
-            [lfs, "setstripe", "-c", "1", str(folder)],
+            [lfs, "setstripe", "-c", str(targets), str(folder)],
             check=True,
             capture_output=True,
             timeout=_TIMEOUT_S,

@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import open_folder
-from prl.runfolder.striping import one_stripe
 from prl.streams.contract import Cursor, Published, check_writer, is_writer
 from prl.streams.files import (
     FILE_NAME,
@@ -34,9 +33,7 @@ class FolderAppender:
     def __init__(self, run: RunFolder, writer: str) -> None:
         self._root = run.path
         self._folder = run.rollouts / check_writer(writer)
-        with contextlib.suppress(FileExistsError):
-            self._folder.mkdir(parents=True)
-            one_stripe(self._folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
         self.next_sequence = next_sequence(self._folder)
         self._descriptor = open_folder(self._folder)
 

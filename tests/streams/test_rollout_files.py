@@ -394,14 +394,3 @@ def test_metadata_operations(tmp_path, monkeypatch):
         assert calls.take() == ["open"]
     assert reader.entries() == published
     assert calls.take() == ["listdir", "listdir"]
-
-
-def test_new_folders_of_a_stream_get_one_stripe(tmp_path, monkeypatch):
-    lfs = tmp_path / "bin" / "lfs"
-    lfs.parent.mkdir()
-    lfs.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\necho "cannot stripe: not on Lustre" >&2\nexit 25\n')
-    lfs.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{lfs.parent}:{os.environ['PATH']}")
-    for _ in range(2):
-        writer_in(tmp_path / "run").close()
-    assert (tmp_path / "said").read_text() == f"setstripe -c 1 {tmp_path}/run/{ACTOR}\n"
