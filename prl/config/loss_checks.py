@@ -56,6 +56,8 @@ def _unused(train: TrainOptions) -> Iterator[str]:
         if value is not None and name not in own:
             users = [loss for loss, settings in LOSS_SETTINGS.items() if name in settings]
             yield f"train.{name} = {value}: train.loss = {train.loss} does not use it, but {', '.join(users)}; set null"
+    if train.proximal is not None and train.loss != "decoupled_ppo":
+        yield f"train.proximal = {train.proximal}: train.loss = {train.loss} does not use it, but decoupled_ppo; set null"
     if train.loss == "sft":
         for name in _MASKS:
             if getattr(train, name) is not None:

@@ -26,6 +26,7 @@ class Batch:
     advantages: Tensor
     old_logprobs: Tensor
     reference_logprobs: Tensor | None
+    proximal_logprobs: Tensor | None  # of no record: the trainer's own of the step before, where they are asked for
     lags: Tensor
     sequence_numbers: Sequences
 
@@ -57,6 +58,7 @@ def to_device(batch: MicroBatch, tensor_parallel: int) -> Batch:
         advantages=next_token(batch.advantages, torch.float32),
         old_logprobs=next_token(batch.old_logprobs, torch.float32),
         reference_logprobs=None if reference is None else next_token(reference, torch.float32),
+        proximal_logprobs=None,
         lags=next_token(batch.lags, torch.float32),
         sequence_numbers=Sequences(torch.from_numpy(numbers).to(device.device()), len(boundaries) - 1),
     )

@@ -16,7 +16,7 @@ from prl.config.hf_config import ModelConfig
 from prl.trainer import device
 from prl.trainer.model import DTYPES, unwrap
 from prl.trainer.options import TrainOptions
-from prl.trainer.reference import Reference
+from prl.trainer.reference import ProximalPolicy, Reference, build_proximal
 from prl.trainer.schedule import learning_rate
 
 
@@ -27,6 +27,7 @@ class Engine:
     chunks: tuple[DistributedDataParallel, ...]  # one a virtual pipeline stage of this rank
     optimizer: MegatronOptimizer
     reference: Reference | None
+    proximal: ProximalPolicy | None
 
     @property
     def gpts(self) -> list[GPTModel]:
@@ -62,7 +63,8 @@ def build_engine(
     )
     megatron.finalize_model_grads_func = finalize_model_grads
     megatron.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
-    return Engine(config, options, chunks, optimizer, reference)
+    proximal = build_proximal(config, options) if options.proximal == "previous" else None
+    return Engine(config, options, chunks, optimizer, reference, proximal)
 
 
 def optimizer_step(engine: Engine, step: int) -> tuple[float, bool]:

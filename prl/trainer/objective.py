@@ -86,13 +86,19 @@ def _policy_loss(batch: Batch, logprobs: Tensor, log_ratios: Tensor, advantages:
     return losses.decoupled_ppo(
         logprobs,
         batch.old_logprobs,
-        losses.interpolated_proximal(logprobs, log_ratios, batch.lags),
+        _proximal(batch, logprobs, log_ratios, options),
         advantages,
         batch.weights,
         clip_low=low,
         clip_high=high,
         truncate=loss_setting(options, "truncate"),
     )
+
+
+def _proximal(batch: Batch, logprobs: Tensor, log_ratios: Tensor, options: TrainOptions) -> Tensor:
+    if options.proximal != "previous":
+        return losses.interpolated_proximal(logprobs, log_ratios, batch.lags)
+    return logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
 
 
 def _masked(batch: Batch, log_ratios: Tensor, options: TrainOptions) -> Tensor:

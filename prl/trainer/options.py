@@ -98,6 +98,12 @@ class TrainOptions:
     ] = None
     truncate: Annotated[float | None, "largest importance weight (reinforce, decoupled_ppo); null: 5", Above(0)] = None
     ratio_penalty: Annotated[float | None, "weight of the squared log ratio (dppo_tv); null: 1e-3", AtLeast(0)] = None
+    proximal: Annotated[
+        Literal["interpolated", "previous"] | None,
+        "policy that limits a step (decoupled_ppo); interpolated: that of one step before as estimated from the trainer's and "
+        "the sampler's; previous: that itself, of which each trainer rank keeps a copy (dtype's 2 or 4 bytes a parameter and "
+        "one more forward pass), and in the first step after a start or resume the trainer's own; null: interpolated",
+    ] = None
     token_mask_low: Annotated[
         float | None, "tokens with a smaller ratio of trainer to sampler do not train; null: no such bound", AtLeast(0)
     ] = None

@@ -1,4 +1,5 @@
-"""The reference of the KL term: a frozen copy of the run's initial policy, without gradients and optimizer."""
+"""Copies of the model without gradients and optimizer: the reference of the KL term, which is the run's initial policy, and the
+proximal policy of decoupled PPO, which is that of the step before."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,17 +20,16 @@ from prl.trainer.table import Sliced
 from prl.weights.digest import part, total
 
 
-@dataclass
-class Reference:
+@dataclass(kw_only=True)
+class FrozenPolicy:
     config: ModelConfig
     options: TrainOptions
     chunks: list[torch.nn.Module]
-    digest: int  # of its full tensors in the trainer's dtype: that of version 0:0
     spent_s: float = 0.0  # computing log-probs, so far
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """log p(targets) [T] of the initial policy for each micro-batch, on the last pipeline stage; nothing on the others. A
+        """log p(targets) [T] of this policy for each micro-batch, on the last pipeline stage; nothing on the others. A
         collective of all ranks that share the model."""
         torch.cuda.synchronize()
         started = time.monotonic()
@@ -47,11 +47,39 @@ class Reference:
         return hidden_states(model, batch), logprobs_of
 
 
+@dataclass(kw_only=True)
+class Reference(FrozenPolicy):
+    digest: int  # of its full tensors in the trainer's dtype: that of version 0:0
+
+
+@dataclass(kw_only=True)
+class ProximalPolicy(FrozenPolicy):
+    known: bool = False  # not before a first step of this process
+
+    @torch.no_grad()
+    def take(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Become the policy of these chunks of the trained model, as it is now."""
+        for mine, theirs in zip(self.chunks, chunks, strict=True):
+            for own, trained in zip(mine.parameters(), theirs.parameters(), strict=True):
+                own.copy_(trained)
+        self.known = True
+
+
 def build_reference(config: ModelConfig, options: TrainOptions, weights: Iterable[tuple[str, Sliced]]) -> Reference:
     """`weights`: the initial policy's full tensors, in the order of `table.tensor_shapes`. A collective of the
     ranks that share the model."""
-    chunks = build_model(config, options)
+    chunks = _frozen_model(config, options)
     load_weights(chunks, config, weights)
+    digest = total(part(name, tensor) for name, tensor in export_weights(chunks, config))
+    return Reference(config=config, options=options, chunks=chunks, digest=digest)
+
+
+def build_proximal(config: ModelConfig, options: TrainOptions) -> ProximalPolicy:
+    return ProximalPolicy(config=config, options=options, chunks=_frozen_model(config, options))
+
+
+def _frozen_model(config: ModelConfig, options: TrainOptions) -> list[torch.nn.Module]:
+    chunks = build_model(config, options)
     for chunk in chunks:
         chunk.requires_grad_(False).eval()
-    return Reference(config, options, chunks, total(part(name, tensor) for name, tensor in export_weights(chunks, config)))
+    return chunks

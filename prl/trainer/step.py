@@ -26,33 +26,38 @@ from prl.trainer.schedule import learning_rate
 def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFacts) -> dict[str, float]:
     """Turn version facts.step - 1 into version facts.step. `microbatches` are this data-parallel rank's, which may be none;
     loss and gradient are the same however the step's micro-batches are made and dealt. Returns the step's metrics over all
-    ranks, equal on all of them (but for train/reference_s, which is this rank's).
+    ranks, equal on all of them (but for train/reference_s and train/proximal_s, which are this rank's).
 
     Where the gradient is not finite the step is skipped: it makes a version with the weights of the one before.
 
     Raises ValueError where the options ask for what the micro-batches lack.
     """
-    reference = engine.reference
-    spent_s = reference.spent_s if reference else 0.0
+    reference, proximal = engine.reference, engine.proximal
+    frozen = {name: policy for name, policy in (("reference", reference), ("proximal", proximal)) if policy}
+    before_s = {name: policy.spent_s for name, policy in frozen.items()}
     batches, compare = _even(engine, microbatches)
     reference_logprobs = reference.logprobs(batches) if reference and compare else None
+    proximal_logprobs = proximal.logprobs(batches) if proximal and proximal.known else None
     measures = Measures()
     for chunk in engine.chunks:
         chunk.zero_grad_buffer()
     engine.optimizer.zero_grad()
     watch = Stopwatch()
     with watch.phase(names.FORWARD_BACKWARD_S):
-        run_schedule(engine.chunks, batches, _forward_step(engine, facts, len(batches), measures, reference_logprobs))
+        forward_step = _forward_step(engine, facts, len(batches), measures, reference_logprobs, proximal_logprobs)
+        run_schedule(engine.chunks, batches, forward_step)
+    if proximal:
+        proximal.take(engine.chunks)
     with watch.phase(names.OPTIMIZER_S):
         norm, changed = optimizer_step(engine, facts.step)
-    metrics = {
+    return {
         names.GRAD_NORM: norm,
         names.SKIPPED: float(not changed),
         names.LEARNING_RATE: learning_rate(engine.options, facts.step),
         **_measured(measures),
         **efficiency(engine.config, engine.options, microbatches, batches, watch.seconds),
+        **{f"train/{name}_s": policy.spent_s - before_s[name] for name, policy in frozen.items()},
     }
-    return metrics | {"train/reference_s": reference.spent_s - spent_s} if reference else metrics
 
 
 def _even(engine: Engine, microbatches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], bool]:
@@ -84,6 +89,7 @@ def _forward_step(
     microbatches: int,
     measures: Measures,
     reference_logprobs: Sequence[Tensor] | None,
+    proximal_logprobs: Sequence[Tensor] | None,
 ) -> ForwardStep:
     # Megatron's schedule divides by the micro-batches, its data parallelism by the ranks; our denominator already is global.
     scale = microbatches * parallel_state.get_data_parallel_world_size()
@@ -94,7 +100,9 @@ def _forward_step(
         def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             own = batch
             if batch.reference_logprobs is None and reference_logprobs is not None:
-                own = replace(batch, reference_logprobs=reference_logprobs[number])
+                own = replace(own, reference_logprobs=reference_logprobs[number])
+            if proximal_logprobs is not None:
+                own = replace(own, proximal_logprobs=proximal_logprobs[number])
             logprobs, entropies = token_logprobs(model, output, own.targets, engine.config, engine.options)
             found = objective(own, logprobs, entropies, facts, engine.options)
             measures.add(own, found, logprobs.detach(), entropies.detach())

@@ -18,6 +18,7 @@ def problems(train, **sections):
 def test_every_loss_runs_with_its_defaults_and_with_its_own_options(loss):
     assert problems({"loss": loss}) == []
     assert problems({"loss": loss, **LOSS_SETTINGS[loss]}) == []
+    assert problems({"loss": "decoupled_ppo", "proximal": "previous"}) == []
 
 
 def test_defaults_are_each_losses_own():
@@ -33,6 +34,7 @@ def test_defaults_are_each_losses_own():
         ({"truncate": 5.0}, "train.truncate = 5.0: train.loss = ppo does not use it, but reinforce, decoupled_ppo; set null"),
         ({"loss": "reinforce", "clip_low": 0.2}, "train.clip_low = 0.2: train.loss = reinforce does not use it"),
         ({"loss": "cispo", "ratio_penalty": 0.0}, "train.ratio_penalty = 0.0: train.loss = cispo does not use it, but dppo_tv"),
+        ({"proximal": "previous"}, "train.proximal = previous: train.loss = ppo does not use it, but decoupled_ppo; set null"),
         ({"loss": "sft", "token_mask_low": 0.5}, "train.token_mask_low = 0.5: train.loss = sft has no ratios to mask by"),
         ({"loss": "sft", "kl_place": "reward", **KL}, "train.kl_place = reward: train.loss = sft uses no rewards"),
         ({"token_mask_low": 2.0, "token_mask_high": 1.0}, "train.token_mask_low = 2.0: is above train.token_mask_high = 1.0"),

@@ -247,6 +247,7 @@ def batch_of(tokens: Tokens, dtype: torch.dtype) -> Batch:
         advantages=tensor(tokens.advantages),
         old_logprobs=tensor(tokens.old_logprobs),
         reference_logprobs=tensor(tokens.reference_logprobs),
+        proximal_logprobs=None,
         lags=tensor(tokens.lags),
         sequence_numbers=Sequences(torch.from_numpy(tokens.sequence_of_token), len(tokens.lengths)),
     )
@@ -376,6 +377,12 @@ def test_at_lag_one_the_interpolated_proximal_policy_is_the_samplers():
     decoupled, gradient, _ = computed(tokens, TrainOptions(loss="decoupled_ppo"))
     plain, expected, _ = computed(tokens, TrainOptions(loss="ppo"))
     assert float(decoupled.loss.detach()) == pytest.approx(float(plain.loss.detach()))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-9)
+
+
+def test_with_the_trainers_own_as_proximal_policy_the_gradient_is_that_of_truncated_reinforce():
+    _, gradient, _ = computed(BASE, TrainOptions(loss="decoupled_ppo", proximal="previous", truncate=1.2))
+    _, expected, _ = computed(BASE, TrainOptions(loss="reinforce", truncate=1.2))
     np.testing.assert_allclose(gradient, expected, rtol=1e-9)
 
 

@@ -260,6 +260,7 @@ def main(folder: Path) -> None:
     steps_of("step_recomputed_selectively", replace(tensor_parallel, recompute="selective"), microbatches, 1)
     steps_of("step_untied", tensor_parallel, microbatches, 1, "llama")
     steps_of("step_reinforce", replace(tensor_parallel, loss="reinforce", truncate=1.1, peak_tflops=2.0), microbatches, 1)
+    steps_of("step_proximal", replace(tensor_parallel, loss="decoupled_ppo", proximal="previous"), microbatches)
     sequences = replace(tensor_parallel, loss="gspo", clip_low=0.05, clip_high=0.05, sequence_mask_high=1.1, kl_place="reward")
     steps_of("step_sequences", sequences, microbatches, 1)
     steps_of("step_sequences_merged", sequences, lambda: [merged(microbatches())], 1)
