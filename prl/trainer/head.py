@@ -94,7 +94,7 @@ class _LogprobsAndEntropies(torch.autograd.Function):
         smallest = torch.finfo(dtype).min
         maxima = torch.full(targets.shape, smallest, dtype=dtype, device=hidden.device)
         sums = torch.zeros(3, targets.size(0), dtype=dtype, device=hidden.device)
-        for rows in _chunks(hidden, columns, head):
+        for rows in _chunks(len(hidden), columns, head):
             x = _logits(hidden[rows], weight[:columns], head)
             maxima[rows] = x.amax(-1)
             sums[2, rows] = x.gather(-1, local[rows, None]).squeeze(-1)
@@ -128,7 +128,9 @@ class _LogprobsAndEntropies(torch.autograd.Function):
         of_targets = of_logprobs * mine
         of_hidden = torch.zeros_like(hidden)
         of_weight = _weight_gradient(ctx.weight) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(hidden, ctx.columns, ctx.head):
+        used = (of_logprobs if of_entropies is None else of_logprobs.abs() + of_entropies.abs()).nonzero().squeeze(-1)
+        for part in _chunks(len(used), ctx.columns, ctx.head):
+            rows = used[part]  # not of prompts, nor of tokens that a bound of the loss limits
             logp = _logits(hidden[rows], weight, ctx.head).sub_(log_z[rows, None])
             if of_entropies is None:
                 x = logp.exp_().mul_(-of_logprobs[rows, None])
@@ -158,10 +160,10 @@ def _logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:
     return device.product(hidden, weight.t(), dtype if head.float32 else weight.dtype).to(dtype)
 
 
-def _chunks(hidden: Tensor, columns: int, head: Head) -> list[slice]:
+def _chunks(tokens: int, columns: int, head: Head) -> list[slice]:
     """None for a rank that has only padding."""
     rows = max(1, head.chunk_elements // max(columns, 1))
-    return [slice(start, start + rows) for start in range(0, hidden.size(0), rows) if columns]
+    return [slice(start, start + rows) for start in range(0, tokens, rows) if columns]
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType) -> None:
