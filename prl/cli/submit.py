@@ -22,8 +22,10 @@ from prl.cluster.run import ProgramError
 from prl.cluster.slurm import SlurmError, check_slurm
 from prl.cluster.split import Split, make_split
 from prl.cluster.submission import Submission, SubmissionError
-from prl.config.checks import check, resolve_paths
+from prl.config.checks import check, model_of, resolve_paths
+from prl.config.layout import layout_problems
 from prl.config.load import ConfigError, load, replace
+from prl.config.memory import describe_memory, fullest_rank, microbatch_tokens
 from prl.config.resumed import FIXED_KEYS, resume_changes
 from prl.config.schema import Config
 from prl.control.ports import free_port
@@ -64,6 +66,7 @@ def _main(options: argparse.Namespace, interrupts: Interrupts) -> int:
             _show(config, make_split(config), folder, attempt)  # also where something is missing yet; what, is said below
         _check(config, resume=options.resume is not None)
         split = make_split(config)
+        _check_memory(config, split)
         if options.dry_run:
             return 0
         if split.kind != "local":
@@ -196,6 +199,20 @@ def _check(config: Config, *, resume: bool) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def _check_memory(config: Config, split: Split) -> None:
+    """Raises ConfigError where a trainer rank needs more than its accelerator has."""
+    model, room_gib = model_of(config), config.cluster.gpu_memory_gib
+    if model is None or room_gib is None:
+        return
+    _, memory = fullest_rank(model, config.train, split.world_size, microbatch_tokens(config))
+    if memory.total > room_gib * 2**30:
+        raise ConfigError(
+            f"cluster.gpu_memory_gib = {room_gib}: a trainer rank needs about {memory.total / 2**30:.1f}; raise "
+            f"train.tensor_parallel or train.pipeline_parallel, set train.distributed_optimizer or train.recompute, or lower "
+            f"preprocess.pack_tokens; --dry-run shows the parts"
+        )
+
+
 def _port_problems() -> list[str]:
     """Every process of a local run that serves needs a port of this machine."""
     try:
@@ -207,6 +224,9 @@ def _port_problems() -> list[str]:
 
 def _show(config: Config, split: Split, folder: RunFolder, attempt: int) -> None:
     print(f"run {config.run.name} in {folder}\n{split.describe()}")
+    model = model_of(config)
+    if model is not None and not any(layout_problems(config.train, model)):
+        print(describe_memory(model, config.train, split.world_size, microbatch_tokens(config)))
     if split.kind != "local":
         print(f"\nbatch script:\n{submission.script_for(config, split, folder, attempt)}")
 

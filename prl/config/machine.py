@@ -6,18 +6,19 @@ from pathlib import Path
 import psutil
 
 from prl.config.hf_config import ModelConfig
+from prl.config.layout import Layout, layout_of
+from prl.config.memory import rank_memory, rank_parameters
 from prl.config.schema import Config
 
 _MIB = 1024**2
 _GIB = 1024**3
 
-# Resident memory of a process beside weights, optimizer and KV cache, which are counted from the model. Measured on the
+# Resident memory of a process beside weights, training state and KV cache, which are counted from the model. Measured on the
 # quickstart (two cores, no GPU, a model of 0.5 MB, a KV cache of 64 MiB): a sampler with its engine 1.4 GB, a trainer rank
 # 1.0 GB, an actor or the preprocessor 0.12 GB. Pages that processes share count in each, so the sum is on the safe side.
 _SAMPLER_BYTES = 1270 * _MIB
 _TRAINER_BYTES = 950 * _MIB
 _SMALL_PROCESS_BYTES = 115 * _MIB  # orchestrator, preprocessor, actors, verifiers and their workers
-_TRAINED_PARAMETER_BYTES = 16  # float32: weight, gradient and AdamW's two moments
 _LOADING_BYTES = 4  # a full copy while weights are loaded or sent
 
 
@@ -43,16 +44,17 @@ def machine_problems(config: Config, model: ModelConfig | None, memory_bytes: in
 def estimate_memory_bytes(config: Config, model: ModelConfig) -> int:
     """What a run on this machine alone needs, without accelerators: processes, weights, optimizer and KV caches."""
     parameters = count_parameters(model)
-    ranks = config.cluster.train_devices or config.train.tensor_parallel
+    ranks = config.cluster.train_devices or layout_of(config.train).unit
+    stages = config.train.pipeline_parallel
+    # Activations are left out: without accelerators micro-batches are as small as the steps.
+    trained = [rank_memory(model, config.train, ranks, 0, stage).between_steps for stage in range(stages)]
     replicas = config.cluster.replicas_per_node or 1
-    trained = parameters * _TRAINED_PARAMETER_BYTES // config.train.tensor_parallel
-    bytes_each = 4 if config.train.dtype == "float32" else 2
-    frozen = parameters * bytes_each // config.train.tensor_parallel if config.train.reference == "initial" else 0
     sampled = parameters * (4 if config.sample.dtype == "float32" else 2)
     builders = config.preprocess.processes if config.preprocess.processes > 1 else 0
     small = 2 + config.actor.processes + config.verifier.processes + builders
     return (
-        ranks * (_TRAINER_BYTES + trained + frozen)
+        ranks * _TRAINER_BYTES
+        + ranks // stages * sum(trained)
         + parameters * _LOADING_BYTES
         # weights twice: those in use and the version that arrives
         + replicas * (_SAMPLER_BYTES + 2 * sampled + (config.sample.kv_cache_mib or 0) * _MIB)
@@ -61,10 +63,7 @@ def estimate_memory_bytes(config: Config, model: ModelConfig) -> int:
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Parameters of a dense decoder; norms and biases left out."""
-    attention = 2 * model.hidden_size * model.head_dim * (model.heads + model.kv_heads)
-    layer = attention + 3 * model.hidden_size * model.ffn_size
-    return model.layers * layer + (1 if model.tied else 2) * model.vocabulary * model.hidden_size
+    return rank_parameters(model, Layout(tensor=1, pipeline=1, virtual=1, context=1, expert=1), 0).all
 
 
 def free_memory_bytes() -> int:

@@ -306,12 +306,11 @@ def test_a_machine_with_too_little_memory(good):
 
 
 def test_parameters_of_known_models():
-    # SmolLM2-135M has 134,515,008 parameters, of which 35,136 are norms.
-    assert count_parameters(model_config(LLAMA)) == 134_515_008 - 35_136
-    # Qwen2.5-7B has 7,615,616,512, of which 128,512 + 71,680 are biases and norms.
+    """SmolLM2-135M and Qwen2.5-7B."""
+    assert count_parameters(model_config(LLAMA)) == 134_515_008
     qwen = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
     qwen |= {"intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False, "model_type": "qwen2"}
-    assert count_parameters(model_config({**LLAMA, **qwen})) == pytest.approx(7_615_616_512, rel=1e-4)
+    assert count_parameters(model_config({**LLAMA, **qwen})) == 7_615_616_512
 
 
 def test_memory_grows_with_what_is_asked_for(good):
@@ -320,9 +319,9 @@ def test_memory_grows_with_what_is_asked_for(good):
     more = replace(good, sample={"kv_cache_mib": 64 + 1024})
     assert estimate_memory_bytes(more, model) - base == GIB
     assert estimate_memory_bytes(replace(good, cluster={"replicas_per_node": 2}), model) > base + GIB
-    # A frozen copy is split over the tensor-parallel ranks: 4 bytes a parameter in all.
+    # A frozen copy is split over the tensor-parallel ranks: 4 bytes a parameter in all (norms are on each).
     reference = replace(good, train={"reference": "initial"})
-    assert estimate_memory_bytes(reference, model) - base == 4 * count_parameters(model)
+    assert estimate_memory_bytes(reference, model) - base == pytest.approx(4 * count_parameters(model), rel=1e-3)
     assert check(replace(reference, train={"kl_coefficient": 0.1}), memory_bytes=16 * GIB) == []
 
 

@@ -67,6 +67,17 @@ def test_dry_run_prints_the_plan_and_the_script_and_writes_nothing(config, capsy
     assert files(config) == ["c.yaml"]
 
 
+def test_dry_run_tells_what_a_trainer_rank_needs_and_refuses_what_it_has_not(config, capsys):
+    arguments = ["c.yaml", "--nodes", "3", "--dry-run", "--set", "train.tensor_parallel=1", "train.pipeline_parallel=2"]
+    assert submit.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "2 trainer ranks (tensor parallel 1 x pipeline parallel 2 x data parallel 1)" in out
+    assert re.search(r"a trainer rank of stage [01] needs about \d+\.\d MiB", out)
+    assert submit.main([*arguments, "cluster.gpu_memory_gib=0.001"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"cluster\.gpu_memory_gib = 0\.001: a trainer rank needs about 0\.\d; raise", error)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -1,0 +1,162 @@
+"""How much memory a trainer rank needs, from the model, the layout and the tokens of a micro-batch. No torch.
+
+Parameters, gradients and the optimizer's state are counted as Megatron keeps them: parameters in train.dtype, gradients in
+float32, AdamW's two moments in float32 and, where the parameters are in bfloat16, a float32 copy of them. The distributed
+optimizer splits moments and copy over the ranks that hold the same parameters (ZeRO stage 1, Rajbhandari et al. 2020,
+arXiv 1910.02054).
+
+Activations follow Korthikanti et al. 2022, arXiv 2205.05198, section 4, with what this model keeps: per token and layer four
+times the width (both norms' inputs and outputs), queries, keys and values before and after the rotary embedding with the
+attention's output (fused attention keeps no scores), and four times the feed-forward width (gate, up, the activated gate, their
+product); a token that goes to k experts has k times an expert's feed-forward width, and its states before and after each. Heads
+and feed-forward widths are divided by the tensor parallelism, the rest only with sequence parallelism. A pipeline's first stage
+holds as many micro-batches as there are stages (one-forward-one-backward schedule; with v turns (p - 1) / (p v) more, ibid.,
+section 4.2.3).
+
+Fragmentation, communication buffers and what torch and the kernels keep for themselves are not in it: leave some room.
+"""
+
+from dataclasses import asdict, dataclass
+
+from prl.config.hf_config import ModelConfig
+from prl.config.layout import Layout, layout_of
+from prl.config.schema import Config
+from prl.trainer.options import TrainOptions
+
+_GIB = 1024**3
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    frozen_copies: int  # the reference, the proximal policy
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    @property
+    def between_steps(self) -> int:
+        """What is there whatever the micro-batches are."""
+        return self.total - self.activations - self.logits
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters of one rank."""
+
+    shared: int  # the same on all data-parallel ranks
+    experts: int
+
+    @property
+    def all(self) -> int:
+        return self.shared + self.experts
+
+
+def rank_parameters(model: ModelConfig, layout: Layout, stage: int) -> RankParameters:
+    """Parameters of a rank of pipeline stage `stage`, counted one by one."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = (queries + 2 * keys) // layout.tensor * (model.hidden_size + model.qkv_bias) + (
+        queries // layout.tensor * model.hidden_size
+    )
+    norms = 2 * model.hidden_size + 2 * model.head_dim * model.qk_norm
+    layers = model.layers // layout.pipeline
+    experts = 0
+    if model.experts:
+        feed_forward = model.experts * model.hidden_size  # the router
+        experts = layers * model.experts // layout.expert * 3 * model.hidden_size * model.expert_ffn_size
+    else:
+        feed_forward = 3 * model.hidden_size * (model.ffn_size // layout.tensor)
+    shared = layers * (attention + norms + feed_forward)
+    vocabulary = model.padded_vocabulary(layout.tensor) // layout.tensor * model.hidden_size
+    first, last = stage == 0, stage == layout.pipeline - 1
+    # A tied output layer is the embedding itself only where both are on one stage.
+    shared += vocabulary * (first + (last and not (first and model.tied))) + model.hidden_size * last
+    return RankParameters(shared, experts)
+
+
+def rank_memory(model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, stage: int) -> RankMemory:
+    """Of a rank of pipeline stage `stage`, of `ranks` in all, whose micro-batches have up to `tokens` tokens."""
+    layout = layout_of(train)
+    held = rank_parameters(model, layout, stage)
+    each = _FLOAT32 if train.dtype == "float32" else 2
+    state = 2 * _FLOAT32 + (_FLOAT32 if train.dtype != "float32" else 0)
+    adapters = _adapter_parameters(model, layout, train.lora_rank)
+    trained = RankParameters(adapters, 0) if adapters else held
+    shared, experts = trained.shared, trained.experts
+    if train.distributed_optimizer:
+        shared = -(-shared // (ranks // (layout.tensor * layout.pipeline)))
+        experts = -(-experts // (ranks // (layout.expert * layout.pipeline)))
+    merged = held.all if adapters and train.recompute != "full" else 0  # weights with their adapters, for the backward pass
+    last = stage == layout.pipeline - 1
+    columns = model.padded_vocabulary(layout.tensor) // layout.tensor
+    return RankMemory(
+        parameters=(held.all + adapters) * each,
+        gradients=trained.all * _FLOAT32,
+        optimizer=(shared + experts) * state,
+        frozen_copies=held.all * each * ((train.reference == "initial") + (train.proximal == "previous")),
+        activations=(_activations(model, train, layout, tokens, stage) + merged) * each,
+        logits=last * 3 * min(train.head_chunk_mib * 2**20, tokens * columns * _FLOAT32),
+    )
+
+
+def _adapter_parameters(model: ModelConfig, layout: Layout, rank: int) -> int:
+    """Of the adapters of a rank: their inputs and outputs, of which one side is split over tensor-parallel ranks."""
+    split = (2 * model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.ffn_size
+    return model.layers // layout.pipeline * rank * (4 * model.hidden_size + split // layout.tensor)
+
+
+def fullest_rank(model: ModelConfig, train: TrainOptions, ranks: int, tokens: int) -> tuple[int, RankMemory]:
+    """The pipeline stage whose ranks need most, and what they need."""
+    stages = [rank_memory(model, train, ranks, tokens, stage) for stage in range(train.pipeline_parallel)]
+    fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
+    return fullest, stages[fullest]
+
+
+def microbatch_tokens(config: Config) -> int:
+    """Of the largest micro-batch that a step can have."""
+    run = config.run
+    return min(config.preprocess.pack_tokens, run.groups_per_step * run.rollouts_per_group * config.sample.max_model_len)
+
+
+def describe_memory(model: ModelConfig, train: TrainOptions, ranks: int, tokens: int) -> str:
+    """The estimate for the fullest rank in a line or two."""
+    stage, memory = fullest_rank(model, train, ranks, tokens)
+    of_stage = f" of stage {stage}" if train.pipeline_parallel > 1 else ""
+    parts = ", ".join(f"{name.replace('_', ' ')} {_size(size)}" for name, size in asdict(memory).items() if size)
+    return (
+        f"  a trainer rank{of_stage} needs about {_size(memory.total)}, beside buffers and fragments, for micro-batches of "
+        f"{tokens} tokens:\n    {parts}"
+    )
+
+
+def _activations(model: ModelConfig, train: TrainOptions, layout: Layout, tokens: int, stage: int) -> int:
+    """Elements that are kept for the backward pass, at the moment when most are."""
+    split = layout.tensor if train.sequence_parallel else 1
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    width = tokens * model.hidden_size // split
+    attention = 2 * width + tokens * 3 * (queries + keys) // layout.tensor
+    if model.experts:
+        routed = tokens // split * model.experts_per_token
+        feed_forward = 2 * width + routed * (2 * model.hidden_size + 4 * model.expert_ffn_size)
+    else:
+        feed_forward = 2 * width + tokens * 4 * model.ffn_size // layout.tensor
+    layers = model.layers // layout.pipeline
+    in_flight = float(layout.pipeline - stage)
+    if layout.virtual > 1:
+        in_flight += (layout.pipeline - 1) / layout.virtual
+    again = {"none": 0, "selective": feed_forward - width, "full": attention + feed_forward - width}[train.recompute]
+    kept = attention + feed_forward - again
+    last = tokens * model.hidden_size if stage == layout.pipeline - 1 else 0  # for the output layer, on every rank whole
+    return int(layers * in_flight * kept) + again + last
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB / 10 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,178 @@
+"""How ranks share a model: what is refused, and what a rank is said to hold."""
+
+import re
+
+import pytest
+
+from prl.config.hf_config import model_config
+from prl.config.layout import layout_of, layout_problems
+from prl.config.memory import describe_memory, fullest_rank, rank_memory, rank_parameters
+from prl.trainer.options import TrainOptions
+
+SIZES = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
+}
+QWEN_7B = model_config(SIZES)
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+QWEN_30B = model_config(SIZES | EXPERTS)  # Qwen3-30B-A3B
+GIB = 2**30
+
+
+def train(**options):
+    return TrainOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "words"),
+    [
+        ({"pipeline_parallel": 3}, QWEN_7B, "train.pipeline_parallel = 3: .*28 layers; .*one of 1, 2, 4, 7, 14, 28"),
+        ({"pipeline_parallel": 4, "virtual_pipeline": 2}, QWEN_7B, "virtual_pipeline = 2 does not divide the model's 28"),
+        ({"virtual_pipeline": 2}, QWEN_7B, "train.virtual_pipeline = 2: needs train.pipeline_parallel above 1"),
+        ({"sequence_parallel": True}, QWEN_7B, "needs train.tensor_parallel above 1"),
+        ({"expert_parallel": 2}, QWEN_7B, "train.expert_parallel = 2: the model has no experts"),
+        ({"expert_parallel": 3}, QWEN_30B, "train.expert_parallel = 3: does not divide the model's 128 experts"),
+        ({"tensor_parallel": 2}, QWEN_30B, "train.tensor_parallel = 2: .*needs train.sequence_parallel: true"),
+        ({"context_parallel": 2}, None, "train.context_parallel = 2: .*Transformer Engine"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused(options, model, words):
+    (problem,) = layout_problems(train(**options), model)
+    assert re.search(words, problem)
+
+
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [
+        ({"tensor_parallel": 4, "pipeline_parallel": 7, "virtual_pipeline": 2, "sequence_parallel": True}, QWEN_7B),
+        ({"tensor_parallel": 2, "pipeline_parallel": 4, "expert_parallel": 8, "sequence_parallel": True}, QWEN_30B),
+    ],
+)
+def test_what_fits_is_not_refused(options, model):
+    assert list(layout_problems(train(**options), model)) == []
+
+
+@pytest.mark.parametrize(
+    ("widths", "unit"),
+    [((1, 1, 1), 1), ((2, 1, 1), 2), ((2, 3, 1), 6), ((2, 1, 4), 4), ((4, 1, 2), 4), ((2, 2, 3), 12)],
+)
+def test_ranks_come_in_units(widths, unit):
+    tensor, pipeline, expert = widths
+    layout = layout_of(train(tensor_parallel=tensor, pipeline_parallel=pipeline, expert_parallel=expert))
+    assert layout.unit == unit
+
+
+def test_a_layout_in_words():
+    options = {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 3, "expert_parallel": 4}
+    words = "tensor parallel 2 x pipeline parallel 2 in 3 turns x data parallel 4, expert parallel 4"
+    assert layout_of(train(**options)).describe(16) == words
+    assert layout_of(train()).describe(3) == "tensor parallel 1 x data parallel 3"
+
+
+@pytest.mark.parametrize(("model", "count"), [(QWEN_7B, 7_615_616_512), (QWEN_30B, 30_532_122_624)])
+@pytest.mark.parametrize("widths", [(1, 1, 1), (4, 1, 1), (1, 4, 1), (4, 4, 1), (1, 1, 8)])
+def test_ranks_hold_the_model_together(model, count, widths):
+    """The counts are those of the published weights. What tensor-parallel ranks all hold is counted on each."""
+    tensor, pipeline, expert = widths
+    layout = layout_of(train(tensor_parallel=tensor, pipeline_parallel=pipeline, expert_parallel=expert))
+    held = [rank_parameters(model, layout, stage) for stage in range(pipeline)]
+    whole = (2 * model.layers + 1) * model.hidden_size
+    if model.experts:
+        whole += model.layers * (2 * model.head_dim + model.experts * model.hidden_size)
+    assert sum(stage.shared for stage in held) * tensor - (tensor - 1) * whole + sum(s.experts for s in held) * expert == count
+
+
+def test_a_tied_head_is_a_copy_of_its_own_on_the_last_stage():
+    tied = model_config(SIZES | {"tie_word_embeddings": True})
+    vocabulary = tied.vocabulary * tied.hidden_size
+    stages = [rank_parameters(tied, layout_of(train(pipeline_parallel=2)), stage).all for stage in (0, 1)]
+    one = rank_parameters(tied, layout_of(train()), 0).all
+    assert sum(stages) == one + vocabulary
+
+
+def test_bytes_of_a_parameter():
+    """bfloat16: weight 2, gradient 4, float32 copy and two moments 12; float32: 4, 4 and 8; with the distributed optimizer each
+    of four ranks has a fourth of the state."""
+    count = rank_parameters(QWEN_7B, layout_of(train()), 0).all
+    half = rank_memory(QWEN_7B, train(dtype="bfloat16"), 4, 1024, 0)
+    assert (half.parameters, half.gradients, half.optimizer, half.frozen_copies) == (2 * count, 4 * count, 12 * count, 0)
+    full = rank_memory(QWEN_7B, train(reference="initial"), 4, 1024, 0)
+    assert (full.parameters, full.gradients, full.optimizer, full.frozen_copies) == (4 * count, 4 * count, 8 * count, 4 * count)
+    shared = rank_memory(QWEN_7B, train(dtype="bfloat16", distributed_optimizer=True), 4, 1024, 0)
+    assert shared.optimizer == 3 * count
+
+
+def test_experts_are_copied_on_fewer_ranks_than_the_rest():
+    options = train(dtype="bfloat16", distributed_optimizer=True, expert_parallel=4)
+    held = rank_parameters(QWEN_30B, layout_of(options), 0)
+    assert held.experts == 48 * 32 * 3 * 2048 * 768
+    found = rank_memory(QWEN_30B, options, 8, 1024, 0).optimizer
+    assert found == 12 * (-(-held.shared // 8) + held.experts // 2)
+
+
+def test_what_saves_memory_does():
+    def total(**options):
+        return fullest_rank(QWEN_7B, train(dtype="bfloat16", **options), 8, 16384)[1].total
+
+    plain = total()
+    assert plain > 18 * 7.6e9  # weights, gradients and state alone
+    smaller = [
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        {"distributed_optimizer": True},
+        {"tensor_parallel": 2},
+        {"pipeline_parallel": 2},
+    ]
+    assert all(total(**options) < plain for options in smaller)
+    assert total(recompute="full") < total(recompute="selective")
+    assert total(tensor_parallel=2, sequence_parallel=True) < total(tensor_parallel=2)
+    assert total(pipeline_parallel=2, virtual_pipeline=2) > total(pipeline_parallel=2)
+
+
+def test_adapters_have_gradients_and_an_optimizer_alone():
+    queries_keys_values, output, up, down = 3584 + 4608, 2 * 3584, 3584 + 2 * 18944, 18944 + 3584
+    adapters = 28 * 16 * (queries_keys_values + output + up + down)
+    whole = rank_memory(QWEN_7B, train(recompute="full"), 1, 1000, 0)
+    memory = rank_memory(QWEN_7B, train(recompute="full", lora_rank=16), 1, 1000, 0)
+    assert memory.gradients == 4 * adapters
+    assert memory.optimizer == 8 * adapters
+    assert memory.parameters == whole.parameters + 4 * adapters
+    assert memory.activations == whole.activations
+    assert rank_memory(QWEN_7B, train(lora_rank=16), 1, 1000, 0).activations > whole.parameters
+
+
+def test_the_first_stage_of_a_pipeline_holds_as_many_activations_as_one_rank_would():
+    alone = rank_memory(QWEN_7B, train(dtype="bfloat16"), 1, 4096, 0).activations
+    first, last = (rank_memory(QWEN_7B, train(dtype="bfloat16", pipeline_parallel=2), 2, 4096, stage) for stage in (0, 1))
+    head = 2 * 4096 * QWEN_7B.hidden_size
+    assert first.activations == alone - head
+    assert last.activations == first.activations // 2 + head
+    assert first.logits == 0
+    assert last.logits == 3 * 256 * 2**20
+
+
+def test_the_estimate_in_words():
+    words = describe_memory(QWEN_7B, train(dtype="bfloat16", pipeline_parallel=2), 2, 4096)
+    assert "a trainer rank of stage " in words
+    assert "for micro-batches of 4096 tokens" in words
+    assert "parameters 7.1 GiB, gradients 14.2 GiB, optimizer 42.6 GiB, activations" in words
