@@ -52,7 +52,7 @@ LIMITS = {  # of every whole number: far above what any run needs, and below wha
     "train.threads sample.tensor_parallel sample.threads actor.processes actor.rollout_tries "
     "verifier.processes preprocess.processes cluster.train_devices cluster.gpus_per_node cluster.replicas_per_node",
     2**24: "run.max_waiting_mib sample.kv_cache_mib verifier.memory_mib preprocess.memory_mib streams.redis.max_mib",  # 16 TiB
-    2**17: "weights.bucket_mib streams.roll_mib streams.queue_mib",  # 128 GiB, in one piece
+    2**17: "train.head_chunk_mib weights.bucket_mib streams.roll_mib streams.queue_mib",  # 128 GiB, in one piece
 }
 UNUSABLE_IN_PATHS = ":%\\"  # of the run folder: it stands in PYTHONPATH, in sbatch's --output and in submitit's file names
 
