@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
@@ -133,14 +134,18 @@ def load_checkpoint(engine: Engine, folder: Path) -> int:
     part = folder / _PART
     if not part.is_dir():
         raise FileNotFoundError(f"{folder} is no checkpoint to resume from: it has no folder {_PART}/")
-    facts = dist_checkpointing.load_common_state_dict(str(part))["facts"]
+    facts = dist_checkpointing.load_common_state_dict(str(part)).get("facts")
+    if facts is None:
+        raise ValueError(f"{folder} was written by another version of prl; submit the run anew")
     _check_fit(engine, facts, folder)
-    if facts["trained"]:
+    count = int(facts["count"])
+    if count:
         _allocate(engine)
-    state = dist_checkpointing.load(_sharded(engine, is_loading=True, trained=facts["trained"]), str(part))
+    state = dist_checkpointing.load(_sharded(engine, is_loading=True, optimizer=count > 0), str(part))
     for key, gpt in _keyed(engine):
         gpt.load_state_dict(state[key])
-    if facts["trained"]:
+    if count:
+        _set_count(engine, state["optimizer"], count)
         engine.optimizer.load_state_dict(state["optimizer"])
         for kept in _optimizer_states(engine):
             if isinstance(kept.get("step"), torch.Tensor):
@@ -168,20 +173,45 @@ def _check_fit(engine: Engine, facts: dict[str, Any], folder: Path) -> None:
 
 
 def _state(engine: Engine, channel: Channel, step: int) -> dict[str, Any]:
-    # An optimizer has no state before its first step, which every step so far may have failed to be.
-    trained = any(channel.gather(bool(_optimizer_states(engine))))
-    facts = {"step": step, "trained": trained, "reference": _reference(engine)}
+    # No rank has an optimizer's state before the first step, which every step so far may have failed to be.
+    count = max(channel.gather(_count(engine)))
+    facts = {"step": step, "count": count, "reference": _reference(engine)}
     facts |= {key: getattr(engine.options, key) for key in _OPTIONS}
-    return {"facts": facts, **_sharded(engine, is_loading=False, trained=trained)}
+    return {"facts": facts, **_sharded(engine, is_loading=False, optimizer=count > 0)}
 
 
-def _sharded(engine: Engine, *, is_loading: bool, trained: bool) -> dict[str, Any]:
+def _sharded(engine: Engine, *, is_loading: bool, optimizer: bool) -> dict[str, Any]:
     """Model and optimizer, or where they are to be put."""
     content = _content()
     state: dict[str, Any] = {key: gpt.sharded_state_dict(metadata=content) for key, gpt in _keyed(engine)}
-    if trained:
-        state["optimizer"] = engine.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=content)
+    if optimizer:
+        state["optimizer"] = _local(engine.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=content))
     return state
+
+
+def _local(value: Any) -> Any:
+    """An optimizer's state of which tensors alone are saved: all else depends on the split, and is as it was built."""
+    if isinstance(value, dict):
+        return {key: _local(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_local(inner) for inner in value]
+    return value if isinstance(value, ShardedBase | LocalNonpersistentObject) else LocalNonpersistentObject(value)
+
+
+def _count(engine: Engine) -> int:
+    """Steps that the optimizer has made: torch's count them for each parameter, Transformer Engine's for each group."""
+    held = [*_optimizer_states(engine), *engine.optimizer.param_groups]
+    return max((int(one["step"]) for one in held if "step" in one), default=0)
+
+
+def _set_count(engine: Engine, state: dict[Any, Any], count: int) -> None:
+    """The same, in a state that is to be loaded."""
+    for part in [state] if len(engine.optimizer.chained_optimizers) == 1 else state.values():
+        if engine.options.distributed_optimizer or HAVE_APEX_OR_TE:
+            for group in (part["optimizer"] if engine.options.distributed_optimizer else part)["param_groups"]:
+                group["step"] = count
+        else:
+            part["state"]["common_step"] = torch.tensor(float(count))
 
 
 def _content() -> dict[str, Any]:
@@ -284,7 +314,7 @@ def _world_state(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
             for key, joined in tensors.items():
                 if isinstance(joined, torch.Tensor):
                     tensors[key] = joined.new_zeros(buffer.numel)
-                    parts = joined.split([bucket.numel_unpadded for bucket in buffer.buckets])
+                    parts = torch.split(joined, [bucket.numel_unpadded for bucket in buffer.buckets])
                     for bucket, part in zip(buffer.buckets, parts, strict=True):
                         tensors[key][bucket.offset : bucket.offset + len(part)] = part
     return state

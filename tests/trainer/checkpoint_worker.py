@@ -15,18 +15,56 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults" / "inject"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fault_layer import WRITES, FaultLayer, Operation
-from trainer_data import facts, microbatches
+from trainer_data import VOCABULARY, facts, microbatches
 
+from prl.config.hf_config import model_config
 from prl.runfolder.manifest import Manifest, newest_manifest, write_manifest
 from prl.runfolder.paths import RunFolder
 from prl.trainer.options import TrainOptions
 
 PLAIN = TrainOptions(learning_rate=1e-3, clip_grad=1.0, weight_decay=0.01, warmup_steps=5)
-LAYOUTS = {
-    "tensor": {"tensor_parallel": 2},
-    "pipeline": {"pipeline_parallel": 2},
-    "data": {},
+BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+MODELS = {
+    "dense": model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True}),
+    "experts": model_config(BASE | EXPERTS | {"model_type": "qwen3_moe", "tie_word_embeddings": False, "num_hidden_layers": 2}),
+}
+# Of two ranks; those whose names end alike have optimizers of one kind, and may go on from each other's checkpoints.
+SHARED = {"distributed_optimizer": True}
+STAGES = {"pipeline_parallel": 2}
+LAYOUTS = {
+    "dense": {
+        "tensor": {"tensor_parallel": 2},
+        "stages": STAGES,
+        "turns": STAGES | {"virtual_pipeline": 2},
+        "data": {},
+        "tensor_shared": SHARED | {"tensor_parallel": 2},
+        "stages_shared": SHARED | STAGES,
+        "data_shared": SHARED,
+    },
+    "experts": {
+        "experts": {"expert_parallel": 2},
+        "data": {},
+        "experts_shared": SHARED | {"expert_parallel": 2},
+        "data_shared": SHARED,
+    },
+}
+
+
+def origins(model: str, layout: str) -> list[tuple[int, str]]:
+    """Ranks and layout of the checkpoints from which this layout goes on."""
+    shared = layout.endswith("_shared")
+    return [(1, "one_shared" if shared else "one")] + [(2, o) for o in LAYOUTS[model] if o.endswith("_shared") is shared]
 
 
 class Killed(BaseException):
@@ -40,14 +78,13 @@ def main(folder: Path) -> None:
     import torch
     from megatron.core import parallel_state
 
-    from prl.config.hf_config import read_model_config
     from prl.trainer.checkpoint import SaveError, begin_save, finish_save, load_checkpoint
     from prl.trainer.engine import Engine, build_engine
-    from prl.trainer.hf_folder import read_weights
     from prl.trainer.mapping import export_weights, load_weights
     from prl.trainer.model import build_model
     from prl.trainer.parallel import Channel, start_groups, stop_groups
     from prl.trainer.step import train_step
+    from prl.trainer.table import random_weights
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     results = folder / f"ranks_{ranks}"
@@ -58,11 +95,10 @@ def main(folder: Path) -> None:
         if rank == 0:
             np.savez(results / f"{name}.npz", **values)
 
-    def engine_of(options: TrainOptions, source: str = "qwen2") -> Engine:
-        config = read_model_config(folder / source)
-        chunks = build_model(config, options)
-        load_weights(chunks, config, read_weights(folder / source, config))
-        return build_engine(chunks, config, options)
+    def engine_of(options: TrainOptions, model: str = "dense") -> Engine:
+        chunks = build_model(MODELS[model], options)
+        load_weights(chunks, MODELS[model], random_weights(MODELS[model], 11))
+        return build_engine(chunks, MODELS[model], options)
 
     def steps(engine: Engine, *numbers: int, broken: bool = False) -> np.ndarray:
         """Loss, gradient norm and whether it was skipped, of each of these steps."""
@@ -83,35 +119,35 @@ def main(folder: Path) -> None:
         parallel_state.destroy_model_parallel()
         start_groups(options, timeout_s=60.0)
 
-    def save_in(name: str, options: TrainOptions) -> None:
-        engine = engine_of(options)
+    def save_in(model: str, layout: str, options: TrainOptions) -> None:
+        engine = engine_of(options, model)
         steps(engine, 1, 2)
-        save(engine, results / name, 2)
-        report(f"went_on_{name}", {"steps": steps(engine, 3, 4)})
+        save(engine, results / model / layout, 2)
+        report(f"went_on_{model}_{layout}", {"steps": steps(engine, 3, 4)})
 
-    def resume_in(name: str, options: TrainOptions, *saved: tuple[int, str]) -> None:
-        for saved_by, saved_as in saved:
-            engine = engine_of(options)
-            assert load_checkpoint(engine, folder / f"ranks_{saved_by}" / saved_as) == 2
-            report(f"resumed_{name}_from_{saved_by}_{saved_as}", {"steps": steps(engine, 3, 4)})
+    def resume_in(model: str, layout: str, options: TrainOptions, saved_by: int, saved_as: str) -> None:
+        engine = engine_of(options, model)
+        assert load_checkpoint(engine, folder / f"ranks_{saved_by}" / model / saved_as) == 2
+        report(f"resumed_{model}_{layout}_from_{saved_by}_{saved_as}", {"steps": steps(engine, 3, 4)})
 
     def layouts() -> None:
-        for name, split in LAYOUTS.items():
-            options = replace(PLAIN, **split)
-            relayout(options)
-            skipped(name, options)
-            save_in(name, options)
-            save_in(f"{name}_distributed", replace(options, distributed_optimizer=True))
-        for name, split in LAYOUTS.items():
-            options = replace(PLAIN, **split)
-            relayout(options)
-            for kind in ("", "_distributed"):
-                found = replace(options, distributed_optimizer=bool(kind))
-                resume_in(name + kind, found, (1, f"one{kind}"), *((2, other + kind) for other in LAYOUTS))
+        for model, splits in LAYOUTS.items():
+            for layout, split in splits.items():
+                options = replace(PLAIN, **split)
+                relayout(options)
+                save_in(model, layout, options)
+                if model == "dense" and layout in ("tensor", "stages", "data"):
+                    skipped(layout, options)
+            for layout, split in splits.items():
+                options = replace(PLAIN, **split)
+                relayout(options)
+                for saved in origins(model, layout):
+                    resume_in(model, layout, options, *saved)
         words = {}
         for key, options in (("distributed_optimizer", PLAIN), ("dtype", replace(PLAIN, dtype="bfloat16"))):
+            relayout(options)
             try:
-                load_checkpoint(engine_of(options), results / ("data_distributed" if key != "dtype" else "data"))
+                load_checkpoint(engine_of(options), results / "dense" / ("data" if key == "dtype" else "data_shared"))
             except ValueError as error:
                 words[key] = np.array(str(error))
         report("refused", words)
@@ -121,7 +157,7 @@ def main(folder: Path) -> None:
         for name, options in (
             ("float32", PLAIN),
             ("bfloat16", replace(PLAIN, dtype="bfloat16")),
-            ("distributed", replace(PLAIN, distributed_optimizer=True)),
+            ("shared", replace(PLAIN, **SHARED)),
         ):
             engine = engine_of(options)
             steps(engine, 1, 2)
@@ -262,9 +298,10 @@ def main(folder: Path) -> None:
         )
 
     if ranks == 1:
-        save_in("one", PLAIN)
-        save_in("one_distributed", replace(PLAIN, distributed_optimizer=True))
-        resume_in("one", PLAIN, (1, "one"))
+        for model in MODELS:
+            save_in(model, "one", PLAIN)
+            save_in(model, "one_shared", replace(PLAIN, **SHARED))
+        resume_in("dense", "one", PLAIN, 1, "one")
         copies()
         skipped("one", PLAIN)
         other_options()
