@@ -46,8 +46,8 @@ LIMITS = {  # of every whole number: far above what any run needs, and below wha
     10**7: "model.ffn_size model.expert_ffn_size cluster.time_min",
     10**6: "run.steps_per_generation run.groups_per_step run.rollouts_per_group run.min_rollouts_per_group "
     "run.stop_after_evaluations model.hidden_size sample.max_num_seqs actor.max_groups actor.lease_groups streams.roll_groups",
-    10**5: "model.layers model.heads model.kv_heads model.head_dim model.experts model.experts_per_token cluster.nodes "
-    "cluster.train_nodes cluster.cpus_per_node",
+    10**5: "model.layers model.heads model.kv_heads model.head_dim model.experts model.experts_per_token train.lora_rank "
+    "cluster.nodes cluster.train_nodes cluster.cpus_per_node",
     10**4: "train.tensor_parallel train.pipeline_parallel train.virtual_pipeline train.context_parallel train.expert_parallel "
     "train.threads sample.tensor_parallel sample.threads actor.processes actor.rollout_tries "
     "verifier.processes preprocess.processes cluster.train_devices cluster.gpus_per_node cluster.replicas_per_node",

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from prl.config.hf_config import ModelConfig, read_model_config
 from prl.trainer.hf_folder import SHARD_BYTES, write_folder
-from prl.trainer.table import entries, full_tensors
+from prl.trainer.table import ADAPTER_SCALE, entries, full_tensors
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
@@ -39,8 +39,19 @@ def export_checkpoint(
 def _tensors(reader: "_Reader", model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for entry in entries(model):
         shape = (sum(shape[0] for shape in entry.shapes), *entry.shapes[0][1:])
-        parameter = reader.read([_key(name) for name in entry.parameters], shape).to(dtype)
+        parameter = reader.read([_key(name) for name in entry.parameters], shape)
+        parameter = _with_adapter(reader, parameter, *_key(entry.parameters[-1])).to(dtype)
         yield from zip(entry.tensors, full_tensors(entry.kind, [parameter], model), strict=True)
+
+
+def _with_adapter(reader: "_Reader", parameter: Tensor, key: str, index: tuple[int, ...]) -> Tensor:
+    a_key, b_key = (f"{key.removesuffix('weight')}{name}" for name in ("lora_a", "lora_b"))
+    if not reader.has(a_key):
+        return parameter
+    outputs, inputs = parameter.shape
+    rank = reader.size(a_key)[len(index)]
+    a, b = reader.read([(a_key, index)], (rank, inputs)), reader.read([(b_key, index)], (outputs, rank))
+    return torch.addmm(parameter, b, a, alpha=ADAPTER_SCALE / rank)
 
 
 def _key(name: str) -> tuple[str, tuple[int, ...]]:
@@ -66,6 +77,12 @@ class _Reader:
     @property
     def dtype(self) -> torch.dtype:
         return self._find([("decoder.final_layernorm.weight", ())])[1].properties.dtype
+
+    def has(self, key: str) -> bool:
+        return key in self._metadata.state_dict_metadata
+
+    def size(self, key: str) -> torch.Size:
+        return self._find([(key, ())])[1].size
 
     def read(self, places: Sequence[tuple[str, tuple[int, ...]]], shape: tuple[int, ...]) -> Tensor:
         """tensor[index] of the one of `places` (key, index) that is there; it may have more rows than `shape` says."""

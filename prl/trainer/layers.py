@@ -43,18 +43,19 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: PackedSequences,
         **unused: Any,
     ) -> Tensor:  # [T, 1, heads * head_dim]
-        layout = packed_seq_params.layout
-        if layout is None:
+        layout, starts = packed_seq_params.layout, packed_seq_params.boundaries
+        if layout is None or starts is None:
             raise ValueError("packed attention needs the layout that packed_sequences() makes")
         tokens, _, heads, head_dim = query.shape
         shared = heads != key.size(2)
         if device.attention(query.dtype) == "varlen":
-            starts, longest = packed_seq_params.boundaries, packed_seq_params.max_seqlen_q
+            longest = packed_seq_params.max_seqlen_q
             q, k, v = (x.squeeze(1) for x in (query, key, value))
             window = (-1 if self.before is None else self.before, 0)
             output = varlen_attn(
                 q, k, v, starts, starts, longest, longest, scale=self.scale, window_size=window, enable_gqa=shared
             )
+            assert isinstance(output, Tensor)  # two of them only where more is asked for
             return output.reshape(tokens, 1, heads * head_dim)
         q, k, v = (layout.pad(x.reshape(tokens, -1)) for x in (query, key, value))
         outputs = []

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prl.config.hf_config import ModelConfig
 from prl.trainer import device
+from prl.trainer.lora import is_adapter, merged
 from prl.trainer.model import unwrap
 from prl.trainer.table import EMBEDDING, OUTPUT, Entry, Sliced, entries, fill_shard, full_tensors
 
@@ -68,6 +69,8 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
         first_expert = experts * parallel_state.get_expert_model_parallel_rank()
         first_layer = gpt.decoder.layers[0].layer_number - 1
         for name, parameter in gpt.named_parameters():
+            if is_adapter(name):
+                continue
             found[_EXPERT.sub(partial(_add, first_expert), _LAYER.sub(partial(_add, first_layer), name))] = parameter
     return found
 
@@ -90,7 +93,7 @@ def _from_holders(
         if expert is None:
             names, tensors = " or ".join(entry.parameters), ", ".join(entry.tensors)
             raise ValueError(f"the model has no parameter {names}, which would hold {tensors}")
-        shard = None if parameter is None else parameter.detach().to(dtype)
+        shard = None if parameter is None else merged(parameter).detach().to(dtype)
         if stage is not None:
             shard = _broadcast(shard, *stage, dtype, stages)
         yield _broadcast(shard, *expert, dtype, experts) if entry.expert or shard is None else shard

@@ -15,6 +15,7 @@ from torch.nn import functional
 from prl.config.hf_config import ModelConfig
 from prl.trainer import device
 from prl.trainer.layers import PackedAttention, PackedRotary, RMSNorm
+from prl.trainer.lora import add_adapters
 from prl.trainer.options import TrainOptions
 from prl.trainer.rotary import attention_scale, inverse_frequencies
 from prl.trainer.routing import replay_routings
@@ -129,6 +130,8 @@ def _build_chunk(model: ModelConfig, options: TrainOptions, config: TransformerC
     gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).to(device.device())
     if model.experts:
         replay_routings(gpt)
+    if options.lora_rank:
+        add_adapters(gpt, options.lora_rank)
     gpt.to(device.device())
     return Float16Module(config, gpt) if config.bf16 else gpt
 

@@ -154,6 +154,12 @@ class TrainOptions:
     checkpoint_keep_every_steps: Annotated[
         int, "checkpoints of steps that this divides are kept besides; 0: none", AtLeast(0)
     ] = 0
+    lora_rank: Annotated[
+        int,
+        "rank of adapters (LoRA) on attention and feed-forward layers, which alone are trained; samplers get the merged "
+        "weights; learning rates are about 10 times those without. 0: all weights are trained",
+        AtLeast(0),
+    ] = 0
     recompute: Annotated[
         Literal["none", "selective", "full"],
         "activations computed again in the backward pass instead of being kept; selective: those of the feed-forward layers or "

@@ -3,7 +3,7 @@ proximal policy of decoupled PPO, which is that of the step before."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from prl.config.hf_config import ModelConfig
 from prl.streams.records import MicroBatch
 from prl.trainer.batch import Batch
 from prl.trainer.head import hidden_states, token_logprobs
+from prl.trainer.lora import is_adapter, merged
 from prl.trainer.mapping import export_weights, load_weights
 from prl.trainer.model import build_model
 from prl.trainer.options import TrainOptions
@@ -60,7 +61,8 @@ class ProximalPolicy(FrozenPolicy):
     def take(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Become the policy of these chunks of the trained model, as it is now."""
         for mine, theirs in zip(self.chunks, chunks, strict=True):
-            for own, trained in zip(mine.parameters(), theirs.parameters(), strict=True):
+            weights = (merged(parameter) for name, parameter in theirs.named_parameters() if not is_adapter(name))
+            for own, trained in zip(mine.parameters(), weights, strict=True):
                 own.copy_(trained)
         self.known = True
 
@@ -79,7 +81,7 @@ def build_proximal(config: ModelConfig, options: TrainOptions) -> ProximalPolicy
 
 
 def _frozen_model(config: ModelConfig, options: TrainOptions) -> list[torch.nn.Module]:
-    chunks = build_model(config, options)
+    chunks = build_model(config, replace(options, lora_rank=0))
     for chunk in chunks:
         chunk.requires_grad_(False).eval()
     return chunks

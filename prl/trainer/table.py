@@ -22,6 +22,7 @@ from prl.config.hf_config import ModelConfig
 #   qkv      three tensors, fused by query group (its queries, its key, its value), then split by rows
 Kind = Literal["whole", "vocab", "columns", "gate_up", "qkv"]
 
+ADAPTER_SCALE = 32.0  # an adapter's product, divided by its rank, is added to its weight times this
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 

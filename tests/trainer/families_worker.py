@@ -13,7 +13,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from families import CONFIGS, EXPERT_MODELS, LENGTHS, routings
-from trainer_data import VOCABULARY
+from trainer_data import VOCABULARY, facts, microbatches
 
 from prl.trainer.options import TrainOptions
 
@@ -50,13 +50,14 @@ def main(folder: Path) -> None:
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     from prl.config.hf_config import read_model_config
-    from prl.trainer.checkpoint import begin_save, finish_save
+    from prl.trainer.checkpoint import begin_save, finish_save, load_checkpoint
     from prl.trainer.engine import build_engine
     from prl.trainer.hf_folder import read_weights, write_folder
     from prl.trainer.mapping import export_weights, load_weights
     from prl.trainer.model import build_model
     from prl.trainer.packing import packed_sequences
     from prl.trainer.parallel import Channel, start_groups, stop_groups
+    from prl.trainer.step import train_step
     from prl.trainer.table import random_weights
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -104,13 +105,47 @@ def main(folder: Path) -> None:
             found["evaluated"] = logits_of(chunks[0].eval(), routings())
         report(f"replayed_{layout}_{name}", {key: logits.numpy() for key, logits in found.items()})
 
+    def adapted(layout: str, options: TrainOptions) -> None:
+        """Three steps that train adapters alone; the last one also from a checkpoint of the first two: one rank's, where the
+        optimizer is not distributed."""
+        config, chunks = loaded("qwen2_linear", options)
+        report(f"adapted_start_{layout}", arrays(export_weights(chunks, config)))
+        engine, channel, losses = build_engine(chunks, config, options), Channel(60.0), []
+        for step in (1, 2, 3):
+            mine = microbatches()[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+            metrics = train_step(engine, mine, facts(step))
+            losses.append((metrics["train/loss"], metrics["train/grad_norm"]))
+            if step == 2:
+                finish_save(begin_save(engine, channel, results / f"adapted_{layout}", 2), channel)
+                report(f"adapted_saved_{layout}", arrays(export_weights(engine.chunks, config)))
+        found = {"losses": np.array(losses), "trained": np.array(sum(p.requires_grad for p in chunks[0].parameters()))}
+        resumed = build_engine(loaded("qwen2_linear", options)[1], config, options)
+        saved = results / "adapted_data" if options.distributed_optimizer else folder / "ranks_1" / "adapted_one"
+        assert load_checkpoint(resumed, saved) == 2
+        metrics = train_step(resumed, mine, facts(3))
+        found["resumed"] = np.array([metrics["train/loss"], metrics["train/grad_norm"]])
+        if parallel_state.get_tensor_model_parallel_world_size() == ranks:
+            with torch.no_grad():
+                found["logits"] = logits_of(chunks[0]).numpy()
+        report(f"adapted_{layout}", found | arrays(export_weights(engine.chunks, config)))
+
+    def adapter_gradients(options: TrainOptions) -> None:
+        """Of the adapters of the last layer's matrices that are one tensor of Hugging Face's each."""
+        _, chunks = loaded("qwen2_linear", options)
+        (logits_of(chunks[0]).log_softmax(-1)[:, 7]).sum().backward()
+        layer = chunks[0].decoder.layers[1]
+        found = {}
+        for name, linear in (("o", layer.self_attention.linear_proj), ("down", layer.mlp.linear_fc2)):
+            found |= {f"{name}_a": linear.lora_a, f"{name}_of_a": linear.lora_a.grad, f"{name}_of_b": linear.lora_b.grad}
+        report("adapter_gradients", {name: tensor.detach().numpy() for name, tensor in found.items()})
+
     def drawn(layout: str, name: str, options: TrainOptions) -> None:
         config = read_model_config(folder / name)
         chunks = build_model(config, options)
         load_weights(chunks, config, random_weights(config, SEED))
         report(f"drawn_{layout}_{name}", arrays(export_weights(chunks, config)))
 
-    def saved(layout: str, name: str, options: TrainOptions) -> None:
+    def save(layout: str, name: str, options: TrainOptions) -> None:
         config, chunks = loaded(name, options)
         channel = Channel(60.0)
         finish_save(begin_save(build_engine(chunks, config, options), channel, results / f"saved_{layout}_{name}", 1), channel)
@@ -139,6 +174,7 @@ def main(folder: Path) -> None:
         start_groups(options, timeout_s=60.0)
 
     one = TrainOptions(learning_rate=1e-3)
+    adapters = TrainOptions(learning_rate=1e-2, clip_grad=0.05, lora_rank=4)
     if ranks == 1:
         start_groups(one, timeout_s=60.0)
         for name in [*CONFIGS, "qwen3_moe_fused"]:
@@ -148,6 +184,9 @@ def main(folder: Path) -> None:
         for name in EXPERT_MODELS:
             replayed("one", name, one)
             gradients("replayed_gradients", name, replace(one, recompute="full"), routings())
+        adapted("one", adapters)
+        adapted("recomputed", replace(adapters, recompute="full"))
+        adapter_gradients(adapters)
         config, chunks = loaded("qwen3_moe", one)
         write_folder(results / "written", export_weights(chunks, config), folder / "qwen3_moe", "float32", 20_000)
     else:
@@ -159,19 +198,24 @@ def main(folder: Path) -> None:
             parity("sequence", name, replace(split, sequence_parallel=True))
         replayed("sequence", "qwen3_moe", replace(split, sequence_parallel=True))
         drawn("tensor", "qwen3_moe", split)
-        saved("tensor", "mistral", split)
+        save("tensor", "mistral", split)
         counted("large", split)
+        adapted("tensor", replace(adapters, tensor_parallel=2))
+        adapted("sequence", replace(adapters, tensor_parallel=2, sequence_parallel=True))
         experts = replace(one, expert_parallel=2)
         restart(experts)
         for name in EXPERT_MODELS:
             parity("experts", name, experts)
         replayed("experts", "qwen3_moe", experts)
         drawn("experts", "qwen3_moe", experts)
-        saved("experts", "qwen3_moe", experts)
+        save("experts", "qwen3_moe", experts)
+        restart(adapters)
+        adapted("data", replace(adapters, distributed_optimizer=True))
         stages = replace(one, pipeline_parallel=2)
         restart(stages)
         drawn("stages", "qwen3_moe", stages)
-        saved("stages", "llama_yarn", stages)
+        save("stages", "llama_yarn", stages)
+        adapted("stages", replace(adapters, pipeline_parallel=2))
     stop_groups()
 
 

@@ -139,6 +139,57 @@ def test_tokens_go_to_the_experts_that_the_sampler_chose(families, ranks, layout
         np.testing.assert_allclose(found[label], own, atol=1e-4)
 
 
+ADAPTED = [(1, "recomputed"), (2, "tensor"), (2, "sequence"), (2, "data"), (2, "stages")]
+
+
+def test_adapters_have_the_gradients_that_follow_from_the_weights(families):
+    """Of W + (32 / rank) B A with B = 0: to A none, to B that of W times A^T, scaled."""
+    found = families[1, "adapter_gradients"]
+    model = hugging_face(families, "qwen2_linear")
+    expected_logits(model).log_softmax(-1)[:, 7].sum().backward()
+    layer = model.model.layers[1]
+    for name, linear in (("o", layer.self_attn.o_proj), ("down", layer.mlp.down_proj)):
+        assert not found[f"{name}_of_a"].any()
+        expected = 8 * linear.weight.grad.numpy() @ found[f"{name}_a"].T
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(found[f"{name}_of_b"], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "one"), *ADAPTED])
+def test_training_adapters_changes_attention_and_feed_forward_layers_alone(families, ranks, layout):
+    before = tensors_of(families.folder / "qwen2_linear")
+    assert_equal_bits(families[ranks, f"adapted_start_{layout}"], before)
+    after = families[ranks, f"adapted_{layout}"]
+    for name, tensor in before.items():
+        assert np.array_equal(after[name], tensor.numpy()) != name.endswith("proj.weight"), name
+    assert after["trained"] == 2 * 4 * (1 if layout == "stages" else 2)  # A and B of four matrices a layer
+
+
+@pytest.mark.parametrize(("ranks", "layout"), ADAPTED)
+def test_adapters_do_not_depend_on_the_layout(families, ranks, layout):
+    found, expected = families[ranks, f"adapted_{layout}"], families[1, "adapted_one"]
+    np.testing.assert_allclose(found["losses"][:, 0], expected["losses"][:, 0], atol=1e-5)
+    np.testing.assert_allclose(found["losses"][:, 1], expected["losses"][:, 1], rtol=1e-3)
+    assert len(set(expected["losses"][:, 0])) == 3
+    np.testing.assert_allclose(found["resumed"], expected["losses"][2], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "one"), *ADAPTED])
+def test_merged_weights_are_what_the_trainer_computes_with(families, tmp_path, ranks, layout):
+    found = families[ranks, f"adapted_{layout}"]
+    checkpoint = families.folder / f"ranks_{ranks}" / f"adapted_{layout}" / "trainer"
+    export_checkpoint(checkpoint, families.folder / "qwen2_linear", tmp_path / "out")
+    saved, exported = families[ranks, f"adapted_saved_{layout}"], tensors_of(tmp_path / "out")
+    assert saved.keys() == exported.keys()
+    for name, tensor in exported.items():
+        np.testing.assert_allclose(tensor.numpy(), saved[name], atol=1e-6, err_msg=name)
+    if "logits" in found:
+        model = AutoModelForCausalLM.from_pretrained(families.folder / "qwen2_linear", dtype=torch.float32).eval()
+        model.load_state_dict({name: torch.from_numpy(found[name]) for name in saved})
+        with torch.no_grad():
+            np.testing.assert_allclose(found["logits"], expected_logits(model).numpy(), atol=1e-4)
+
+
 def test_a_window_hides_what_lies_before_it(families):
     config = json.loads((families.folder / "mistral" / "config.json").read_text())
     assert config["sliding_window"] == 7 < max(LENGTHS)
