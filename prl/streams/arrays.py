@@ -22,8 +22,12 @@ def offsets_of(lengths: Iterable[int], count: int) -> npt.NDArray[np.int32]:
 
 def list_array(pieces: Sequence[Array], dtype: type[np.generic]) -> pa.ListArray:
     """One list a piece."""
-    values = np.concatenate(pieces, dtype=dtype, casting="same_kind") if pieces else np.empty(0, dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets_of(map(len, pieces), len(pieces))), pa.array(values))
+    offsets = offsets_of(map(len, pieces), len(pieces))
+    memory = pa.allocate_buffer(int(offsets[-1]) * np.dtype(dtype).itemsize)  # is used again, which costs less than new
+    values = np.frombuffer(memory, dtype)
+    if pieces:
+        np.concatenate(pieces, out=values, casting="same_kind")
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def one_list(values: Array) -> pa.ListArray:

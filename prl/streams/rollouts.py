@@ -67,6 +67,7 @@ def to_arrow(groups: Sequence[Group], header: Header) -> pa.Buffer:
     """A whole Arrow file of these groups."""
     rollouts = [(g, k, r) for g in groups for k, r in zip(g.rollout_numbers(), g.rollouts, strict=True)]
     turns = [t for _, _, r in rollouts for t in r.turns]
+    prompts, outputs, logprobs, versions, reasons, replicas, started, ended = zip(*turns, strict=True)
     per_rollout = np.fromiter((len(r.turns) for _, _, r in rollouts), np.int64, len(rollouts))
     per_group = np.fromiter((sum(len(r.turns) for r in g.rollouts) for g in groups), np.int64, len(groups))
     starts = np.repeat(np.cumsum(per_rollout) - per_rollout, per_rollout)
@@ -91,23 +92,23 @@ def to_arrow(groups: Sequence[Group], header: Header) -> pa.Buffer:
         "turn": pa.array(turn_numbers.astype(np.int32)),
         "domain": names_of_groups([g.domain for g in groups]),
         "dataset": names_of_groups([g.dataset for g in groups]),
-        "prompt_ids": list_array([t.prompt_ids for t in turns], np.int32),
-        "output_ids": list_array([t.output_ids for t in turns], np.int32),
-        "logprobs": list_array([t.logprobs for t in turns], np.float32),
-        "versions": _spans(turns),
+        "prompt_ids": list_array(prompts, np.int32),
+        "output_ids": list_array(outputs, np.int32),
+        "logprobs": list_array(logprobs, np.float32),
+        "versions": _spans(versions),
         "reward": pa.array(np.repeat(np.fromiter((r.reward for _, _, r in rollouts), np.float32, len(rollouts)), per_rollout)),
         "metrics": _metrics([r for _, _, r in rollouts], turn_numbers),
-        "finish_reason": dictionary_array([t.finish_reason for t in turns]),
-        "replica": pa.array(np.fromiter((t.replica for t in turns), np.int32, len(turns))),
-        "started": pa.array(np.fromiter((t.started for t in turns), np.float64, len(turns))),
-        "ended": pa.array(np.fromiter((t.ended for t in turns), np.float64, len(turns))),
+        "finish_reason": dictionary_array(reasons),
+        "replica": pa.array(np.array(replicas, np.int32)),
+        "started": pa.array(np.array(started, np.float64)),
+        "ended": pa.array(np.array(ended, np.float64)),
     }
     schema = SCHEMA.with_metadata(header.metadata())
     return encode_file(schema, [pa.record_batch([columns[name] for name in SCHEMA.names], schema=schema)])
 
 
-def _spans(turns: Sequence[Turn]) -> pa.ListArray:
-    spans = [s for t in turns for s in t.versions]
+def _spans(versions: Sequence[tuple[VersionSpan, ...]]) -> pa.ListArray:
+    spans = list(itertools.chain.from_iterable(versions))
     fields = [
         pa.array(np.fromiter((s.version.lineage for s in spans), np.int32, len(spans))),
         pa.array(np.fromiter((s.version.step for s in spans), np.int64, len(spans))),
@@ -115,7 +116,7 @@ def _spans(turns: Sequence[Turn]) -> pa.ListArray:
         pa.array(np.fromiter((s.end for s in spans), np.int32, len(spans))),
     ]
     values = pa.StructArray.from_arrays(fields, fields=list(_SPAN))
-    return pa.ListArray.from_arrays(pa.array(offsets_of((len(t.versions) for t in turns), len(turns))), values)
+    return pa.ListArray.from_arrays(pa.array(offsets_of(map(len, versions), len(versions))), values)
 
 
 def _metrics(rollouts: Sequence[Rollout], turn_numbers: Array) -> pa.MapArray:
