@@ -7,8 +7,8 @@ that called `install` alone, so Megatron must be driven from that thread.
 
 import importlib.util
 import os
-import resource
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +55,9 @@ def take_peak_memory_bytes() -> int:
     """The most that this process's tensors took since the last call, on the accelerator; without one, the process's largest
     resident memory so far."""
     if not torch.cuda.is_available():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # Not getrusage's: that begins with what the parent process had.
+        status = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) * 1024
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return peak

@@ -9,6 +9,9 @@ import torch
 from trainer_data import LENGTHS, facts, merged, microbatches
 from transformers import AutoModelForCausalLM
 
+from prl.config.hf_config import read_model_config
+from prl.trainer.flops import step_flops
+
 GRADIENT_TOLERANCE = 1e-5
 
 
@@ -103,6 +106,33 @@ def test_loss_gradient_and_measures_equal_the_formulas(results, name, loss_kind)
     assert sum(key.startswith("1:train/lag_") for key in found) == len(np.unique(lags)) + 2
     for key, value in measured.items():
         assert float(found[f"1:train/{key}"]) == pytest.approx(float(value), rel=1e-4), key
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_output_layer_of_its_own_has_its_gradient(results, ranks):
+    found = results[ranks, "step_untied"]
+    model = AutoModelForCausalLM.from_pretrained(results.folder / "llama", dtype=torch.float32)
+    loss, _, _, _ = written_out(model, merged(microbatches()), "ppo")
+    loss.backward()
+    assert abs(losses(found, 1) - float(loss.detach())) < 1e-5
+    for key, parameter in model.named_parameters():
+        np.testing.assert_allclose(found[key], parameter.grad.numpy(), atol=GRADIENT_TOLERANCE, err_msg=key)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_tells_what_it_cost(results, ranks):
+    found = results[ranks, "step_reinforce"]
+    tokens = sum(map(sum, LENGTHS))
+    computed = sum(-(-sum(lengths) // ranks) * ranks for lengths in LENGTHS)  # tensor-parallel ranks have equally many
+    assert found["1:train/all_tokens"] == tokens
+    assert found["1:train/padding"] == pytest.approx(1 - tokens / computed)
+    seconds = found["1:train/forward_backward_s"] + found["1:train/optimizer_s"]
+    flops = step_flops(read_model_config(results.folder / "qwen3"), np.concatenate([np.array(n) for n in LENGTHS]))
+    assert found["1:train/mfu"] == pytest.approx(flops / (seconds * ranks * 2e12))
+    assert found["1:train/peak_memory_bytes"] > 1e8
+    assert "1:train/mfu" not in results[ranks, "step"]  # no peak is known of a CPU
+    rates = [results[ranks, "step_scheduled"][f"{step}:train/learning_rate"] for step in (1, 2, 3)]
+    assert rates == pytest.approx([0.005, 0.01, 0.01])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,0 +1,287 @@
+"""The trainer's speed and memory, as ratios from one run.
+
+    python tools/bench/trainer.py [step] [packing] [head] [memory] [resume]        all of them without a name
+
+step      a whole RL step (step file read to weights gathered) to Megatron's bare passes and optimizer on the same tokens
+packing   tokens of sequences packed by prl to the same ones padded for plain Megatron layers: log-normal lengths in
+          micro-batches of 8 (as they come), and 512 of 10 tokens each
+head      both passes with the output layer in chunks, by prl's function and by torch's checkpointing of each, to whole logits
+memory    peak memory of a step in chunks and with whole logits to that of a step without an output layer, at 1/16 of
+          32k tokens x 150k vocabulary in each direction; a process each
+resume    loading a checkpoint to reading its files
+
+Seconds are of the processor, of the fastest of several tries taken in turns, so that they hold on a busy machine too (waiting
+for a disk does not count).
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+# ruff: noqa: E402 - Megatron is imported after device.install, which gpu_check calls
+import numpy as np
+import torch
+from gpu_check import (
+    Shape,
+    both_passes,
+    cut,
+    engine_of,
+    facts_of,
+    lognormal_lengths,
+    microbatch,
+    qwen,
+    start_alone,
+    whole_logits,
+)
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from prl.flow.ids import RolloutId
+from prl.streams.records import MicroBatch, StepFacts
+from prl.streams.steps import read_step, write_step
+from prl.trainer import device
+from prl.trainer.batch import Batch, to_device
+from prl.trainer.checkpoint import begin_save, finish_save, load_checkpoint
+from prl.trainer.engine import Engine, optimizer_step
+from prl.trainer.head import hidden_states, token_logprobs
+from prl.trainer.mapping import export_weights
+from prl.trainer.model import unwrap
+from prl.trainer.options import TrainOptions
+from prl.trainer.parallel import Channel, stop_groups
+from prl.trainer.pipeline import run_schedule
+from prl.trainer.step import train_step
+
+OPTIONS = TrainOptions(loss="reinforce")
+SMALL = qwen("small", 128, 384, 4, 4, 2, 2048, tied=True)
+DIGITS = qwen("digits", 64, 256, 2, 2, 1, 16, tied=True)
+WIDE = qwen("wide vocabulary", 224, 1184, 28, 14, 2, 9500, tied=False)  # a 7B model, 1/16 as wide; 2,048 tokens go with it
+LARGER = qwen("larger", 512, 1536, 8, 8, 2, 8192, tied=False)  # 30M parameters
+TRIES = 7
+MEMORY_TOKENS = 2048
+MEMORY_KINDS = ("no output layer", "chunks", "whole logits")
+
+
+def fastest(*works: Callable[[], object], tries: int = TRIES) -> list[float]:
+    """Processor seconds of the fastest try of each, in turns, after a first one."""
+    best = [float("inf")] * len(works)
+    for attempt in range(tries + 1):
+        for number, work in enumerate(works):
+            began = time.process_time()
+            work()
+            if attempt:
+                best[number] = min(best[number], time.process_time() - began)
+    return best
+
+
+def show(name: str, ratio: float, note: str) -> None:
+    print(f"{name:<38} {ratio:>6.2f}   {note}", flush=True)
+
+
+def step() -> None:
+    engine = engine_of(SMALL, OPTIONS)
+    lengths = lognormal_lengths(8192, 256)
+    batches = [microbatch(part, engine.config.vocabulary) for part in cut(lengths, 2048)]
+    batches = [replace(b, rollouts=tuple(RolloutId(0, "p", 0, k, 0) for k in range(len(b.boundaries) - 1))) for b in batches]
+    facts = StepFacts(
+        step=1,
+        denominator=float(sum(b.loss_weights.sum() for b in batches)),
+        trained_tokens=int(sum((b.loss_weights > 0).sum() for b in batches)),
+        samples=len(lengths),
+        microbatches=len(batches),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_step(Path(folder), batches, facts, run="bench", attempt=1, sequence=1)
+
+        def whole() -> None:
+            data = read_step(file.path, file.bytes, file.checksum)
+            train_step(engine, [data.microbatch(number) for number in data.deal(1)[0]], data.facts)
+            dict(export_weights(engine.chunks, engine.config))
+
+        def bare() -> None:
+            engine.chunks[0].zero_grad_buffer()
+            engine.optimizer.zero_grad()
+            run_schedule(engine.chunks, batches, megatrons_loss)
+            optimizer_step(engine, 1)
+
+        ours_s, bare_s = fastest(whole, bare)
+    show(
+        "RL step to bare Megatron",
+        ours_s / bare_s,
+        f"{ours_s * 1e3:.0f} to {bare_s * 1e3:.0f} ms, {len(batches)} micro-batches",
+    )
+
+
+def megatrons_loss(batches: Iterator[tuple[int, Batch]], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    """Cross-entropy of the targets by Megatron's own output layer and loss."""
+    _, batch = next(batches)
+    losses = model(
+        batch.tokens[None], batch.positions[None], None, labels=batch.targets[None], packed_seq_params=batch.sequences
+    )
+    return losses, lambda output: ((output[0] * batch.weights).sum() / batch.weights.sum(), {})
+
+
+class PaddedAttention(torch.nn.Module):
+    """Causal attention over [S, B, heads, head_dim], each row a sequence filled up at its end."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **unused: Any) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        found = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=query.size(2) != key.size(2))
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+
+def padded_engine(shape: Shape) -> Engine:
+    """Whose model takes rows of equal lengths, by Megatron's own rotary embedding and plain attention."""
+    engine = engine_of(shape, OPTIONS)
+    gpt = unwrap(engine.chunks[0])
+    config = engine.config
+    gpt.rotary_pos_emb = RotaryEmbedding(
+        config.head_dim, rotary_percent=1.0, rotary_base=int(config.rope_theta), use_cpu_initialization=True
+    )
+    for layer in gpt.decoder.layers:
+        layer.self_attention.core_attention = PaddedAttention()
+    return engine
+
+
+def padded_passes(engine: Engine, groups: list[np.ndarray]) -> None:
+    """As `both_passes`, for groups of lengths that are filled up to the longest of each."""
+    engine.chunks[0].zero_grad_buffer()
+    for lengths in groups:
+        tokens = torch.randint(0, engine.config.vocabulary, (len(lengths), int(lengths.max())))
+        positions = torch.arange(tokens.size(1)).expand_as(tokens)
+        hidden = engine.chunks[0](tokens, positions, None, output_processor=lambda *, hidden_states, **unused: hidden_states)
+        rows = hidden.transpose(0, 1).reshape(-1, 1, hidden.size(-1))
+        targets = torch.cat([tokens[:, 1:], tokens[:, :1]], 1).flatten()
+        logprobs, _ = token_logprobs(engine.chunks[0], rows, targets, engine.config, engine.options)
+        logprobs.sum().backward()
+
+
+def packing() -> None:
+    lognormal = lognormal_lengths(12288, 512)
+    groups = [lognormal[start : start + 8] for start in range(0, len(lognormal), 8)]
+    for name, shape, together, lengths in (
+        ("log-normal lengths", SMALL, groups, lognormal),
+        ("512 of 10 tokens", DIGITS, [np.full(512, 10)], np.full(512, 10)),
+    ):
+        packed, padded = engine_of(shape, OPTIONS), padded_engine(shape)
+        batches = [microbatch(part, packed.config.vocabulary) for part in cut(lengths, 5120)]
+        packed_s, padded_s = fastest(partial(both_passes, packed, *batches), partial(padded_passes, padded, together))
+        tokens = sum(len(group) * int(group.max()) for group in together)
+        show(f"padded to packed, {name}", padded_s / packed_s, f"{tokens / lengths.sum():.2f} times the tokens")
+
+
+def head() -> None:
+    engine = engine_of(qwen("head", 128, 384, 1, 4, 2, 9500, tied=False), replace(OPTIONS, head_chunk_mib=4))
+    batch = microbatch(np.full(8, 128), engine.config.vocabulary)
+    own = to_device(batch, 1)
+    model = engine.chunks[0]
+    weight = unwrap(model).output_layer.weight
+
+    def chunk_logprobs(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logp = (hidden @ weight.t()).log_softmax(-1)
+        return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+
+    def passes(rows: int) -> None:
+        model.zero_grad_buffer()
+        hidden = hidden_states(model, own).squeeze(1)
+        parts = zip(hidden.split(rows), own.targets.split(rows), strict=True)
+        if rows < len(hidden):
+            found = [checkpoint(chunk_logprobs, *part, use_reentrant=False) for part in parts]
+        else:
+            found = [chunk_logprobs(*part) for part in parts]
+        sum(logprobs.sum() + entropies.sum() for logprobs, entropies in found).backward()
+
+    def ours() -> None:
+        model.zero_grad_buffer()
+        logprobs, entropies = token_logprobs(model, hidden_states(model, own), own.targets, engine.config, engine.options)
+        (logprobs.sum() + entropies.sum()).backward()
+
+    rows = (engine.options.head_chunk_mib << 18) // engine.config.vocabulary
+    ours_s, checkpoint_s, whole_s = fastest(ours, partial(passes, rows), partial(passes, 1024))
+    show("chunks by prl to whole logits", ours_s / whole_s, f"{-(-1024 // rows)} chunks of 1,024 tokens x 9,500, one layer")
+    show("chunks by checkpoint to whole logits", checkpoint_s / whole_s, "the same chunks")
+
+
+def memory() -> None:
+    peaks = []
+    for kind in MEMORY_KINDS:
+        command = [sys.executable, __file__, "--peak", kind]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
+        peaks.append(float(done.stdout.split()[-1]))
+    for kind, peak in zip(MEMORY_KINDS[1:], peaks[1:], strict=True):
+        show(f"memory, {kind}", peak / peaks[0], f"{peak:.0f} to {peaks[0]:.0f} MiB above the start, {MEMORY_TOKENS} tokens")
+
+
+def peak_mib(kind: str) -> float:
+    """Of a model with its optimizer in a step, above what the process took before."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = device.take_peak_memory_bytes()
+    engine = engine_of(WIDE, replace(OPTIONS, recompute="full", head_chunk_mib=1))
+    batch = microbatch(lognormal_lengths(MEMORY_TOKENS, 512), engine.config.vocabulary)
+    if kind == "chunks":
+        train_step(engine, [batch], facts_of(batch, 1))
+    else:
+        own = to_device(batch, 1)
+        engine.chunks[0].zero_grad_buffer()
+        if kind == "whole logits":
+            logp = whole_logits(engine.chunks[0], own).log_softmax(-1)
+            logp.gather(-1, own.targets[:, None]).sum().backward()
+        else:
+            hidden_states(engine.chunks[0], own).sum().backward()
+        optimizer_step(engine, 1)
+    return (device.take_peak_memory_bytes() - before) / 2**20
+
+
+def resume() -> None:
+    engine = engine_of(LARGER, OPTIONS)
+    batch: MicroBatch = microbatch(np.full(4, 16), engine.config.vocabulary)
+    train_step(engine, [batch], facts_of(batch, 1))
+    channel = Channel(120.0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        parts = finish_save(begin_save(engine, channel, folder, 1), channel)
+        files = [folder / part.path for part in parts]
+
+        def load_files() -> None:
+            for path in files:
+                torch.from_numpy(np.fromfile(path, np.uint8)).clone()
+
+        load_s, files_s = fastest(partial(load_checkpoint, engine, folder), load_files, tries=5)
+        size = sum(part.bytes for part in parts) / 2**20
+    show("resume to reading the files", load_s / files_s, f"{load_s:.2f} to {files_s:.2f} s, {size:.0f} MiB")
+
+
+BENCHMARKS = {"step": step, "packing": packing, "head": head, "memory": memory, "resume": resume}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name", help=", ".join(BENCHMARKS))
+    parser.add_argument("--peak", choices=MEMORY_KINDS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    unknown = set(args.names) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
+    start_alone()
+    torch.set_num_threads(1)
+    if args.peak:
+        print(peak_mib(args.peak))
+    else:
+        for name in args.names or BENCHMARKS:
+            BENCHMARKS[name]()
+    stop_groups()
+
+
+if __name__ == "__main__":
+    main()
