@@ -38,8 +38,8 @@ def weighted_sum(values: Tensor, weights: Tensor, denominator: float) -> Tensor:
 
 
 def log_ratios(logprobs: Tensor, old_logprobs: Tensor, weights: Tensor) -> Tensor:
-    """log rho = pi - mu, held within +-20: beyond that, a ratio of 5e8 (and an infinite one), it has no gradient, so that nothing
-    made of ratios is infinite or undefined. 0 where nothing is trained, where mu is unknown."""
+    """log rho = pi - mu, held within +-20: beyond that, a ratio of 5e8 (and an infinite one), it has no gradient, so that
+    nothing made of ratios is infinite or undefined. 0 where nothing is trained, where mu is unknown."""
     difference = torch.where(weights > 0, logprobs - old_logprobs, torch.zeros_like(logprobs))
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
