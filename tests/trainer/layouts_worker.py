@@ -1,0 +1,217 @@
+"""One rank of a trainer in one layout after another: `layouts_worker.py FOLDER`. Rank 0 writes what came out of each to
+FOLDER/ranks_<n>/<layout>.npz, for the tests to compare with those of one rank."""
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from trainer_data import VOCABULARY, facts, merged, microbatches, without_reference
+
+from prl.config.hf_config import ModelConfig, model_config
+from prl.trainer.options import TrainOptions
+
+OPTIONS = TrainOptions(
+    learning_rate=1e-3, clip_grad=1e6, entropy_coefficient=0.01, kl_coefficient=0.1, weight_decay=0.01, reference="initial"
+)
+BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, ModelConfig] = {
+    "tied": model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True}),
+    "untied": model_config(BASE | {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4}),
+    "experts": model_config(
+        BASE
+        | {"model_type": "qwen3_moe", "tie_word_embeddings": False, "num_hidden_layers": 2}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    ),
+}
+SPLIT = {"tensor_parallel": 2, "sequence_parallel": True}
+STAGES = {"pipeline_parallel": 2}
+TURNS = STAGES | {"virtual_pipeline": 2}
+SHARED = {"distributed_optimizer": True}
+
+# Ranks, then the model, then its layouts. "merged" is one micro-batch of the same tokens, "idle" too: it leaves ranks none.
+LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
+    1: {
+        "tied": {"one": {}, "one_merged": {}, "one_recomputed": {"recompute": "full"}, "one_half": {"dtype": "bfloat16"}},
+        "untied": {"one": {}},
+        "experts": {"one": {}},
+    },
+    2: {
+        "tied": {
+            "tensor": {"tensor_parallel": 2},
+            "sequence": SPLIT,
+            "stages": STAGES,
+            "stages_merged": STAGES,
+            "turns": TURNS,
+            "data": {},
+            "data_idle": {},
+            "data_shared": SHARED,
+        },
+        "untied": {"stages": STAGES},
+        "experts": {
+            "sequence": SPLIT,
+            "experts": {"expert_parallel": 2},
+            "experts_idle": {"expert_parallel": 2},
+            "sequence_experts": SPLIT | {"expert_parallel": 2},
+        },
+    },
+    4: {
+        "tied": {
+            "sequence_stages": SPLIT | STAGES,
+            "sequence_data_shared": SPLIT | SHARED,
+            "stages_data_shared": STAGES | SHARED,
+            "turns_data": TURNS,
+            "half_shared": STAGES | SHARED | {"dtype": "bfloat16"},
+        },
+        "untied": {"four_stages": {"pipeline_parallel": 4}},
+        "experts": {
+            "experts_data_shared": SHARED | {"expert_parallel": 2},
+            "sequence_experts": SPLIT | {"expert_parallel": 4},
+            "stages_experts": STAGES | {"expert_parallel": 2},
+            "all": SPLIT | STAGES | SHARED | {"expert_parallel": 2},
+        },
+    },
+}
+
+
+def main(folder: Path) -> None:
+    from prl.trainer import device
+
+    device.install(1)
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from prl.trainer.batch import to_device
+    from prl.trainer.engine import Engine, build_engine
+    from prl.trainer.head import hidden_states
+    from prl.trainer.mapping import export_weights, load_weights, named_parameters
+    from prl.trainer.model import build_model
+    from prl.trainer.parallel import Channel, shares_weights, start_groups, stop_groups
+    from prl.trainer.reference import build_reference
+    from prl.trainer.step import train_step
+    from prl.trainer.table import random_weights
+
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    results = folder / f"ranks_{ranks}"
+
+    def weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        """Larger than fresh ones, so that all of them matter."""
+        for name, tensor in random_weights(config, 3):
+            whole = tensor[...]
+            yield name, whole if whole.ndim == 1 else whole * 5
+
+    def exported(engine: Engine) -> dict[str, np.ndarray]:
+        if not shares_weights():
+            return {}
+        return {name: tensor.float().numpy().copy() for name, tensor in export_weights(engine.chunks, engine.config)}
+
+    def gradients(engine: Engine) -> dict[str, np.ndarray]:
+        """Of the step that was just made, in Hugging Face's form."""
+        for chunk in engine.chunks if engine.options.distributed_optimizer else ():
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                group = buffer.data_parallel_group
+                for bucket in buffer.buckets:  # of which each rank has summed a part
+                    own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+        parameters = named_parameters(engine.chunks).values()
+        kept = [parameter.data for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = parameter.main_grad.clone()
+        found = exported(engine)
+        for parameter, data in zip(parameters, kept, strict=True):
+            parameter.data = data
+        return found
+
+    def held_bytes(engine: Engine) -> dict[str, int]:
+        """Parameters, gradients and optimizer state of this rank, counted."""
+        parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
+        buffers = [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+        state = 0
+        for optimizer in optimizers:
+            for parameter, moments in optimizer.optimizer.state.items():
+                state += sum(x.nbytes for x in moments.values() if torch.is_tensor(x) and x.ndim)
+                state += parameter.nbytes if engine.options.dtype == "bfloat16" else 0  # the copy in float32
+        return {
+            "stage": parallel_state.get_pipeline_model_parallel_rank(),
+            "parameters": sum(p.nbytes for p in parameters),
+            "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+            "optimizer": state,
+        }
+
+    def kept_bytes(engine: Engine) -> int:
+        """Of the activations that one micro-batch of equally long sequences leaves for the backward pass."""
+        batch = to_device(merged([microbatches()[2]] * 4), 1)
+        own = {p.untyped_storage().data_ptr() for p in engine.chunks[0].parameters()}
+        found: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own and tensor.dtype is torch.float32:
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = hidden_states(engine.chunks[0], batch)
+        del output
+        return sum(found.values())
+
+    def steps_of(model: str, name: str, options: TrainOptions) -> None:
+        start_groups(options, timeout_s=120.0)
+        channel = Channel(120.0)
+        config = MODELS[model]
+        chunks = build_model(config, options)
+        load_weights(chunks, config, weights(config))
+        engine = build_engine(chunks, config, options, build_reference(config, options, weights(config)))
+        found = {f"start:{key}": value for key, value in exported(engine).items()}
+        found["reference"] = np.array(str(engine.reference.digest if engine.reference else None))
+        batches = [without_reference(batch) for batch in microbatches()]
+        if name.endswith(("_merged", "_idle")):
+            batches = [merged(batches)]
+        mine = batches[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
+        if name == "one":
+            found["kept_bytes"] = np.array(kept_bytes(engine))
+        for step in (1, 2, 3):
+            metrics = train_step(engine, mine, facts(step))
+            told = channel.gather({key: value for key, value in metrics.items() if key != "train/reference_s"})
+            assert all(other == told[0] or _nearly(other, told[0]) for other in told)
+            found |= {f"{step}:{key}": np.array(value) for key, value in metrics.items()}
+            if step == 1:
+                found |= {f"gradient:{key}": value for key, value in gradients(engine).items()}
+        found |= {f"end:{key}": value for key, value in exported(engine).items()}
+        for key in ("stage", "parameters", "gradients", "optimizer"):
+            found[f"bytes:{key}"] = np.array([held[key] for held in channel.gather(held_bytes(engine))])
+        if rank == 0:
+            np.savez(results / f"{model}_{name}.npz", **found)
+        parallel_state.destroy_model_parallel()
+
+    for model, layouts in LAYOUTS[ranks].items():
+        for name, changes in layouts.items():
+            if len(sys.argv) < 3 or sys.argv[2] in f"{model}_{name}":
+                steps_of(model, name, replace(OPTIONS, **changes))  # type: ignore[arg-type]
+    stop_groups()
+
+
+def _nearly(one: dict[str, float], other: dict[str, float]) -> bool:
+    return one.keys() == other.keys() and all(math.isclose(one[key], other[key], rel_tol=1e-6) for key in one)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

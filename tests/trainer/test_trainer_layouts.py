@@ -1,0 +1,107 @@
+"""The same steps in every layout: losses, gradients, weights and metrics as on one rank; memory as it was estimated."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Results, run_ranks
+from layouts_worker import LAYOUTS, MODELS, OPTIONS
+
+from prl.config.layout import layout_problems
+from prl.config.memory import rank_memory
+
+WORKER = Path(__file__).with_name("layouts_worker.py")
+ALL = [
+    pytest.param(ranks, model, name, marks=pytest.mark.slow if ranks > 2 else ())
+    for ranks, models in LAYOUTS.items()
+    for model, layouts in models.items()
+    for name in layouts
+]
+EXACT = [case for case in ALL if "half" not in case.values[2] and case.values[::2] != (1, "one")]
+
+
+class Launches(Results):
+    """One launch a number of ranks, when it is first asked for."""
+
+    def __getitem__(self, key: tuple[int, str]) -> Mapping[str, np.ndarray]:
+        results = self.folder / f"ranks_{key[0]}"
+        if not results.exists():
+            results.mkdir()
+            run_ranks([sys.executable, str(WORKER), str(self.folder)], key[0])
+        return super().__getitem__(key)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Launches(tmp_path_factory.mktemp("layouts"))
+
+
+def parts(found, prefix):
+    return {key.removeprefix(prefix): values for key, values in found.items() if key.startswith(prefix)}
+
+
+@pytest.mark.parametrize(("ranks", "model", "name"), EXACT)
+def test_steps_are_those_of_one_rank(results, ranks, model, name):
+    found, expected = results[ranks, f"{model}_{name}"], results[1, f"{model}_one"]
+    assert found["reference"] == expected["reference"]
+    for key, values in parts(expected, "start:").items():
+        assert np.array_equal(found[f"start:{key}"], values), key
+    theirs = parts(expected, "gradient:")
+    assert parts(found, "gradient:").keys() == theirs.keys()
+    for key, values in theirs.items():
+        assert np.abs(values).max() > 1e-4, key
+        np.testing.assert_allclose(found[f"gradient:{key}"], values, atol=1e-5, err_msg=key)
+    for step in (1, 2, 3):
+        np.testing.assert_allclose(found[f"{step}:train/loss"], expected[f"{step}:train/loss"], atol=1e-5)
+        np.testing.assert_allclose(found[f"{step}:train/grad_norm"], expected[f"{step}:train/grad_norm"], rtol=1e-4)
+    measured = parts(expected, "1:train/")
+    assert parts(found, "1:train/").keys() == measured.keys()
+    for key in ("tokens", "entropy", "ess", "kl", "lag_mean", "lag_max", "ratio_max", "mismatch_k3"):
+        np.testing.assert_allclose(found[f"1:train/{key}"], measured[key], rtol=1e-4, atol=1e-7, err_msg=key)
+
+
+@pytest.mark.parametrize(("ranks", "model", "name"), EXACT)
+def test_weights_after_some_steps_are_those_of_one_rank(results, ranks, model, name):
+    """Where a gradient is nearly nought, Adam makes steps of its sign: each is at most as long as the learning rate."""
+    found, expected = results[ranks, f"{model}_{name}"], results[1, f"{model}_one"]
+    for key, values in parts(expected, "end:").items():
+        assert np.abs(values - expected[f"start:{key}"]).max() > 1e-3, key
+        difference = np.abs(found[f"end:{key}"] - values)
+        assert difference.max() < 6.1e-3, key
+        assert np.median(difference) < 1e-5, key
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "one_half"), pytest.param(4, "half_shared", marks=pytest.mark.slow)])
+def test_half_precision_is_near(results, ranks, name):
+    half, full = results[ranks, f"tied_{name}"], results[1, "tied_one"]
+    assert float(half["1:train/loss"]) == pytest.approx(float(full["1:train/loss"]), abs=0.05)
+    assert float(half["1:train/grad_norm"]) == pytest.approx(float(full["1:train/grad_norm"]), rel=0.1)
+
+
+@pytest.mark.parametrize(("ranks", "model", "name"), ALL)
+def test_ranks_hold_what_was_estimated(results, ranks, model, name):
+    """Buffers are padded where the optimizer is shared, and so are the shares of small tensors."""
+    options = replace(OPTIONS, **LAYOUTS[ranks][model][name])
+    assert list(layout_problems(options, MODELS[model])) == []
+    found = parts(results[ranks, f"{model}_{name}"], "bytes:")
+    for rank, stage in enumerate(found["stage"]):
+        expected = rank_memory(MODELS[model], options, ranks, 64, int(stage))
+        padding = 2048 if options.distributed_optimizer else 0
+        assert found["parameters"][rank] == expected.parameters
+        assert expected.gradients <= found["gradients"][rank] <= expected.gradients + padding * ranks
+        if not options.distributed_optimizer:
+            assert found["optimizer"][rank] == expected.optimizer
+    if options.distributed_optimizer:
+        whole = [rank_memory(MODELS[model], options, ranks, 64, int(stage)).optimizer for stage in found["stage"]]
+        assert found["optimizer"].sum() == pytest.approx(sum(whole), rel=0.02)
+        assert found["optimizer"].max() < 1.35 * max(whole)
+
+
+def test_activations_are_near_the_estimate(results):
+    """A CPU keeps some more: its norms are not fused, and attention's output comes out of its padding as a copy."""
+    tokens = 96
+    estimated = rank_memory(MODELS["untied"], OPTIONS, 1, tokens, 0).activations - 4 * tokens * MODELS["untied"].hidden_size
+    assert estimated < float(results[1, "untied_one"]["kept_bytes"]) < 1.3 * estimated
