@@ -93,5 +93,6 @@ def _set_schedule(engine: Engine, step: int) -> None:
         group["lr"] = learning_rate(options, step)
         group["betas"] = (options.beta1, options.beta2)
         group["eps"] = options.epsilon
+        group["foreach"] = False  # torch's AdamW over all parameters at once would need the memory of one more copy of them
         # Biases and norms do not decay: Megatron marks their group, and leaves it to the schedule to act on it.
         group["weight_decay"] = options.weight_decay * group["wd_mult"]
