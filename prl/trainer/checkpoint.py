@@ -34,7 +34,7 @@ from prl.trainer.hf_folder import replace_folder, sync
 from prl.trainer.parallel import Channel
 
 _PART = "trainer"
-_OPTIONS = ("dtype", "distributed_optimizer", "lora_rank")  # that a checkpoint depends on
+_OPTIONS = ("dtype", "distributed_optimizer")  # that a checkpoint depends on
 T = TypeVar("T")
 
 
@@ -207,11 +207,12 @@ def _count(engine: Engine) -> int:
 def _set_count(engine: Engine, state: dict[Any, Any], count: int) -> None:
     """The same, in a state that is to be loaded."""
     for part in [state] if len(engine.optimizer.chained_optimizers) == 1 else state.values():
+        inner = part.get("optimizer", part)  # within, where Megatron has parameters of its own beside
         if engine.options.distributed_optimizer or HAVE_APEX_OR_TE:
-            for group in (part["optimizer"] if engine.options.distributed_optimizer else part)["param_groups"]:
+            for group in inner["param_groups"]:
                 group["step"] = count
         else:
-            part["state"]["common_step"] = torch.tensor(float(count))
+            inner["state"]["common_step"] = torch.tensor(float(count))
 
 
 def _content() -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -70,10 +72,19 @@ def _start_engine(child: Child) -> tuple[Engine, int]:
         drawn = config.model.init == "random"
         return random_weights(model, config.run.seed) if drawn else read_weights(child.run.model, model)
 
-    load_weights(chunks, model, random_weights(model, config.run.seed) if resume else initial_weights())
+    if resume:
+        _clear(chunks)
+    else:
+        load_weights(chunks, model, initial_weights())
     reference = build_reference(model, options, initial_weights()) if options.reference == "initial" else None
     engine = build_engine(chunks, model, options, reference)
     return engine, load_checkpoint(engine, Path(resume)) if resume else 0
+
+
+def _clear(chunks: Sequence[torch.nn.Module]) -> None:
+    """A checkpoint overwrites all weights but, perhaps, what pads the vocabulary, which must not be whatever was in memory."""
+    for parameter in chain.from_iterable(chunk.parameters() for chunk in chunks):
+        parameter.data.zero_()
 
 
 def _train(
@@ -108,8 +119,9 @@ def _train(
         step += 1
         metrics.update(weights.publish(step))
         now = time.monotonic()
-        metrics.update(saver.spent())
-        metrics.update({names.WAIT_S: told - ended, names.DATA_S: read - told, names.STEP_S: now - ended})
+        saving = saver.spent()
+        waited_s = told - ended - sum(saving.values())
+        metrics.update({**saving, names.WAIT_S: waited_s, names.DATA_S: read - told, names.STEP_S: now - ended})
         ended = now
         answer = {"stop": False, "save": False}
         if leader:
