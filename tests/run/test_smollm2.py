@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
 from whole_runs import ROOT, submit
 
+MODEL = ROOT / "models" / "smollm2-135m-instruct"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k_train.parquet"
 QUESTION = (
     "A baker fills {a} trays with {b} rolls each in the morning and sells {a} rolls before noon. In the afternoon a school "
@@ -49,4 +51,8 @@ def test_two_steps_on_gsm8k(tmp_path, questions):
     assert max(len(turn.output_ids) for turn in turns) > 10
     mismatch = [event.values["train/mismatch_mean"] for event in ended.events("step")]
     assert mismatch[0] < 1e-4  # step 1 trains on version 0: the trainer's log-probs are the sampler's, in float32
-    assert (ended.folder.export / "model.safetensors").stat().st_size > 2.5e8
+    assert min(event.values["train/grad_norm"] for event in ended.events("step")) > 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (MODEL, ended.folder.export))
+    name = "model.layers.0.mlp.down_proj.weight"
+    moved = (after[name] - before[name].float()).abs().max()
+    assert 0 < moved < 1e-5  # two steps of AdamW at a rate of 1e-6
