@@ -3,9 +3,12 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 from collections import Counter
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,9 @@ from prl.config.load import dump
 from prl.config.schema import Config
 from prl.control.child import Child
 from prl.control.client import ControlClient
+from prl.control.ports import free_port
 from prl.control.server import Bell, ControlServer
+from prl.control.token import create_token
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.ids import Lease
 from prl.flow.versions import Version
@@ -28,9 +33,10 @@ from prl.preprocess.loop import preprocess
 from prl.preprocess.options import PreprocessOptions
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter, ledger_events, read_ledger
-from prl.streams.opening import open_writer
-from prl.streams.options import StreamsOptions
+from prl.streams.opening import open_reader, open_writer
+from prl.streams.options import RedisOptions, StreamsOptions
 from prl.streams.records import Group, Rollout, Turn, VersionSpan
+from prl.streams.redis_server import RedisServer
 from prl.streams.steps import find_steps, read_step
 
 STEPS = 6
@@ -276,3 +282,33 @@ def test_workers_do_not_outlive_a_killed_process(tmp_path):
         await acting
 
     asyncio.run(run_process(world, kill))
+
+
+@pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="no redis-server here; as root on Debian or Ubuntu tools/test.sh installs it"
+)
+def test_what_an_earlier_attempt_left_in_redis_makes_room(tmp_path):
+    """Else its actors would wait for ever for room behind entries that nobody reads."""
+    world = World(tmp_path / "run", "arrival")
+    streams = StreamsOptions(backend="redis", redis=RedisOptions(start=True), roll_groups=1)
+    world.config = replace(world.config, streams=streams)
+    world.run.attempt(2).mkdir()
+    world.run.plan(2).write_text(world.run.plan(1).read_text())
+    world.rollouts.ended = True
+    server = RedisServer(world.run, 1, "127.0.0.1", free_port("127.0.0.1"), create_token(world.run.token), start_s=30)
+    with closing(server):
+        world.run.redis_url(2).write_text(world.run.redis_url(1).read_text())
+        for attempt in (1, 2):
+            writer = open_writer(world.run, "actor-000", "run", attempt, streams)
+            writer.append(world._sample(Lease("train", "d", 1, 0, attempt, 0, 2), Version(0, 0), equal=False))
+
+        async def start_and_stop() -> None:
+            url = await world.server.start("127.0.0.1")
+            child = Child(world.config, world.run, 2, "preprocess", 0, "127.0.0.1", None, "token", url)
+            async with world.client(url, "preprocess") as own:
+                await preprocess(child, own)
+            await world.server.close()
+
+        asyncio.run(start_and_stop())
+        assert [entry.attempt for entry in open_reader(world.run, "run", 2, streams).entries()] == [2]
+    world.ledger.close()
