@@ -194,6 +194,8 @@ def _size(raw: Mapping[str, Any], key: str) -> int:
 
 def _rope_scaling(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> LinearScaling | Llama3Scaling | YarnScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise UnsupportedModelError("rope_parameters that differ between layers are not supported")
     if kind not in _ROPE_TYPES:
         raise UnsupportedModelError(f"rope_type {kind!r} is not supported, only {', '.join(_ROPE_TYPES)}")
     original = rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]

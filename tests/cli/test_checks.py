@@ -207,6 +207,7 @@ def test_a_model_that_prl_does_not_know(good, tmp_path):
             "num_experts_per_tok = 5: there are 4 experts",
         ),
         ({"rope_parameters": {"rope_type": "llama3"}}, "the key 'factor' is missing"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters that differ between layers are not"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"vocab_size": "many"}, "vocab_size = 'many': expected a whole number of at least 1"),
         ({"hidden_size": None}, "hidden_size = None: expected a whole number"),
