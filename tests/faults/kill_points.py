@@ -22,6 +22,10 @@ _AT_THE_START = re.compile(
 _LEFTOVERS = {
     re.compile(r"(unlink|rename) checkpoints.*/\.old-"): ("trainer-0", "fsync checkpoints/step_N (prl.trainer.checkpoint)"),
     re.compile(r"unlink checkpoints.*/\.tmp-"): ("trainer-0", "fsync checkpoints/step_N/.tmp-trainer (prl.trainer.checkpoint)"),
+    re.compile(r"unlink checkpoints/step_N/\.tmp "): (
+        "orchestrator-0",
+        "write checkpoints/step_N/.tmp (prl.runfolder.manifest)",
+    ),
     re.compile(r"read streams/steps"): ("trainer-0", "mkdir checkpoints/step_N/.tmp-trainer (prl.trainer.checkpoint)"),
 }
 

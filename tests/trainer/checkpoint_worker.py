@@ -62,9 +62,11 @@ LAYOUTS = {
 
 
 def origins(model: str, layout: str) -> list[tuple[int, str]]:
-    """Ranks and layout of the checkpoints from which this layout goes on."""
+    """Ranks and layout of the checkpoints from which this layout goes on: its own, its neighbour's, and one rank's."""
     shared = layout.endswith("_shared")
-    return [(1, "one_shared" if shared else "one")] + [(2, o) for o in LAYOUTS[model] if o.endswith("_shared") is shared]
+    kin = [other for other in LAYOUTS[model] if other.endswith("_shared") is shared]
+    neighbour = kin[(kin.index(layout) + 1) % len(kin)]
+    return [(2, layout), (2, neighbour), (1, "one_shared" if shared else "one")]
 
 
 class Killed(BaseException):
@@ -136,7 +138,7 @@ def main(folder: Path) -> None:
                 options = replace(PLAIN, **split)
                 relayout(options)
                 save_in(model, layout, options)
-                if model == "dense" and layout in ("tensor", "stages", "data"):
+                if model == "dense" and layout in ("stages", "data"):
                     skipped(layout, options)
             for layout, split in splits.items():
                 options = replace(PLAIN, **split)
@@ -273,8 +275,11 @@ def main(folder: Path) -> None:
                 done.append(operation)
 
         assert attempt(note) == "saved"
-        points, ends = len(done), {"killed": [], "failed": []}
-        for number in range(points):
+        points = [operation.point for operation in done]
+        # The first time and the last that each is passed: most of them are writes of the same file.
+        numbers = sorted({points.index(p) for p in points} | {len(points) - 1 - points[::-1].index(p) for p in points})
+        ends = {"points": [points[number] for number in numbers], "killed": [], "failed": []}
+        for number in numbers:
             left = [number]
 
             def at(operation: Operation, left=left) -> str | None:
@@ -292,10 +297,7 @@ def main(folder: Path) -> None:
             ends["killed"].append(attempt(at))
             left[0] = number
             ends["failed"].append(attempt(once))
-        report(
-            "interrupted",
-            {key: np.array(value) for key, value in ends.items()} | {"points": np.array([o.point for o in done[:points]])},
-        )
+        report("interrupted", {key: np.array(value) for key, value in ends.items()})
 
     if ranks == 1:
         for model in MODELS:
