@@ -14,7 +14,7 @@ cannot be read are named and passed over. Special tokens are shown.
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,10 @@ import pyarrow.parquet as parquet
 import tokenizers
 
 from prl.cli.console import printable
-from prl.config.load import ConfigError, load
 from prl.report.audit_ids import Ids
 from prl.runfolder.paths import RunFolder
 from prl.streams.arrays import strings
-from prl.streams.files import StreamError
+from prl.streams.files import StreamError, StreamFile
 from prl.streams.folder import rollout_files
 from prl.streams.ledger import read_ledger
 from prl.streams.reader import read_rollouts
@@ -62,17 +61,14 @@ def main() -> int:
     if not run.rollouts.is_dir():
         print(f"rollouts: {options.run}: no run lies there (no {run.rollouts})", file=sys.stderr)
         return 1
-    try:
-        backend = load(run.config).streams.backend
-    except ConfigError as error:
-        print(f"rollouts: {run.config}: {error}", file=sys.stderr)
-        return 1
-    if backend != "folder":
-        print(f"rollouts: {options.run}: its rollouts went through Redis, which keeps none (streams.backend)", file=sys.stderr)
+    files = list(chain.from_iterable(rollout_files(run).values()))
+    if not files:
+        words = "no rollout was published yet, or they went through Redis, which keeps none (streams.backend)"
+        print(f"rollouts: {options.run}: has no rollout files: {words}", file=sys.stderr)
         return 1
     ends = Ends(run)
     tokenizer = tokenizers.Tokenizer.from_file(str(run.model / "tokenizer.json"))
-    rows = limited((row for row in all_rows(run, ends, tokenizer) if wanted(row, options)), options.limit)
+    rows = limited((row for row in all_rows(files, ends, tokenizer) if wanted(row, options)), options.limit)
     form = options.format or (options.output.suffix.removeprefix(".") if options.output else "text")
     try:
         if form == "parquet":
@@ -134,9 +130,9 @@ class Ends:
         return (event, int(self._step[row])) if event == "trained" else (f"{event}: {reason}", None)
 
 
-def all_rows(run: RunFolder, ends: Ends, tokenizer: tokenizers.Tokenizer) -> Iterator[Row]:
+def all_rows(files: Sequence[StreamFile], ends: Ends, tokenizer: tokenizers.Tokenizer) -> Iterator[Row]:
     """One row a turn, by writer and in the order in which they were written."""
-    for file in chain.from_iterable(rollout_files(run).values()):
+    for file in files:
         try:
             groups = read_rollouts(file.path, file.bytes, file.checksum)
         except StreamError as error:

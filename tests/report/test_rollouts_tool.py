@@ -95,11 +95,9 @@ def test_no_run(tmp_path):
     assert "no run lies there" in refused(tmp_path)
 
 
-def test_rollouts_that_went_through_redis_are_not_there(run, tmp_path):
-    config = run.config.read_text().replace("backend: folder", "backend: redis")
-    (tmp_path / "config.yaml").write_text(config)
+def test_rollouts_that_went_through_redis_are_not_there(tmp_path):
     (tmp_path / "streams" / "rollouts").mkdir(parents=True)
-    assert "its rollouts went through Redis, which keeps none" in refused(tmp_path)
+    assert "has no rollout files: no rollout was published yet, or they went through Redis" in refused(tmp_path)
 
 
 def test_what_is_no_file_of_the_stream_is_passed_over(run, every, tmp_path):
