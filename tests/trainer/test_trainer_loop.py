@@ -34,7 +34,6 @@ from prl.weights.transport import SamplerEnd
 
 RANKS = 2
 TRAIN = TrainOptions(
-    tensor_parallel=RANKS,
     learning_rate=1e-3,
     clip_grad=1e6,
     entropy_coefficient=0.01,
@@ -44,11 +43,18 @@ TRAIN = TrainOptions(
 )
 
 
+LAYOUTS = {
+    "tensor": {"tensor_parallel": RANKS},
+    "stages": {"pipeline_parallel": RANKS, "distributed_optimizer": True},
+}
+
+
 @dataclass
 class Run:
     """A run folder with what the orchestrator would know of it."""
 
     folder: RunFolder
+    train: TrainOptions
     files: dict[int, dict[str, Any]] = field(default_factory=dict)  # announced step files
     stop_after: int = 3
     save_after: int = 2
@@ -63,12 +69,12 @@ class Run:
     offered: list[str] = field(default_factory=list)  # versions, by lineage:step
 
 
-@pytest.fixture(scope="module")
-def run(model_folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = new_run(tmp_path_factory.mktemp("run"), model_folders)
+@pytest.fixture(scope="module", params=["tensor", pytest.param("stages", marks=pytest.mark.slow)])
+def run(request: pytest.FixtureRequest, model_folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = new_run(tmp_path_factory.mktemp("run"), model_folders, replace(TRAIN, **LAYOUTS[request.param]))
     for step in (1, 2, 3):
         with_ids = [_with_ids(without_reference(batch), step) for batch in microbatches()]
-        file = write_step(run.folder.steps, step, with_ids, facts(step), run=str(run.folder), attempt=1, sequence=step)
+        file = write_step(run.folder.steps, with_ids, facts(step), run=str(run.folder), attempt=1, sequence=step)
         run.files[step] = {
             "step": step,
             "path": str(file.path.relative_to(run.folder.path)),
@@ -78,19 +84,19 @@ def run(model_folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def new_run(path: Path, model_folders: Path) -> Run:
+def new_run(path: Path, model_folders: Path, train: TrainOptions) -> Run:
     folder = RunFolder(path)
     folder.create()
     os.symlink(model_folders / "qwen3", folder.model)
     config = Config(
         run=RunOptions(folder=str(folder)),
-        train=TRAIN,
+        train=train,
         sample=SampleOptions(dtype="float32"),
         control=ControlOptions(wait_s=60.0, start_s=60.0, heartbeat_s=0.2),
     )
     folder.config.write_text(dump(config))
     create_token(folder.token)
-    return Run(folder)
+    return Run(folder, train)
 
 
 def _with_ids(batch, step):
@@ -229,7 +235,7 @@ def test_a_resumed_run_goes_on_as_before_and_a_damaged_step_file_ends_it(run):
 
 
 def test_a_run_without_samplers_trains_from_another_runs_step_files(run, results, model_folders, tmp_path):
-    replayed = new_run(tmp_path / "replay", model_folders)
+    replayed = new_run(tmp_path / "replay", model_folders, run.train)
     replayed.has_samplers, replayed.stop_after = False, 2
     for step in (1, 2):
         replayed.files[step] = {**run.files[step], "path": str(run.folder.path / run.files[step]["path"])}
