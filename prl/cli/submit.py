@@ -25,7 +25,7 @@ from prl.cluster.submission import Submission, SubmissionError
 from prl.config.checks import check, model_of, resolve_paths
 from prl.config.layout import layout_problems
 from prl.config.load import ConfigError, load, replace
-from prl.config.memory import describe_memory, fullest_rank, microbatch_tokens
+from prl.config.memory import describe_memory, fullest_rank, gathered_bytes, microbatch_tokens
 from prl.config.resumed import FIXED_KEYS, resume_changes
 from prl.config.schema import Config
 from prl.control.ports import free_port
@@ -204,7 +204,7 @@ def _check_memory(config: Config, split: Split) -> None:
     model, room_gib = model_of(config), config.cluster.gpu_memory_gib
     if model is None or room_gib is None:
         return
-    _, memory = fullest_rank(model, config.train, split.world_size, microbatch_tokens(config))
+    _, memory = fullest_rank(model, config.train, split.world_size, microbatch_tokens(config), gathered_bytes(config, model))
     if memory.total > room_gib * 2**30:
         raise ConfigError(
             f"cluster.gpu_memory_gib = {room_gib}: a trainer rank needs about {memory.total / 2**30:.1f}; raise "
@@ -226,7 +226,7 @@ def _show(config: Config, split: Split, folder: RunFolder, attempt: int) -> None
     print(f"run {config.run.name} in {folder}\n{split.describe()}")
     model = model_of(config)
     if model is not None and not any(layout_problems(config.train, model)):
-        print(describe_memory(model, config.train, split.world_size, microbatch_tokens(config)))
+        print(describe_memory(model, config.train, split.world_size, microbatch_tokens(config), gathered_bytes(config, model)))
     if split.kind != "local":
         print(f"\nbatch script:\n{submission.script_for(config, split, folder, attempt)}")
 

@@ -37,15 +37,16 @@ class RankMemory:
     frozen_copies: int  # the reference, the proximal policy
     activations: int
     logits: int
+    sending: int  # between steps, in the place of the two above
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return self.between_steps + max(self.activations + self.logits, self.sending)
 
     @property
     def between_steps(self) -> int:
-        """What is there whatever the micro-batches are."""
-        return self.total - self.activations - self.logits
+        """What is there at all times."""
+        return self.parameters + self.gradients + self.optimizer + self.frozen_copies
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,11 @@ def rank_parameters(model: ModelConfig, layout: Layout, stage: int) -> RankParam
     return RankParameters(shared, experts)
 
 
-def rank_memory(model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, stage: int) -> RankMemory:
-    """Of a rank of pipeline stage `stage`, of `ranks` in all, whose micro-batches have up to `tokens` tokens."""
+def rank_memory(
+    model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, stage: int, sent_bytes: int = 0
+) -> RankMemory:
+    """Of a rank of pipeline stage `stage`, of `ranks` in all, whose micro-batches have up to `tokens` tokens. A rank of the
+    first stage gathers the whole model, `sent_bytes`, for the samplers."""
     layout = layout_of(train)
     held = rank_parameters(model, layout, stage)
     each = _FLOAT32 if train.dtype == "float32" else 2
@@ -104,6 +108,7 @@ def rank_memory(model: ModelConfig, train: TrainOptions, ranks: int, tokens: int
         frozen_copies=held.all * each * ((train.reference == "initial") + (train.proximal == "previous")),
         activations=(_activations(model, train, layout, tokens, stage) + merged) * each,
         logits=last * 3 * min(train.head_chunk_mib * 2**20, tokens * columns * _FLOAT32),
+        sending=sent_bytes if stage == 0 else 0,
     )
 
 
@@ -113,9 +118,11 @@ def _adapter_parameters(model: ModelConfig, layout: Layout, rank: int) -> int:
     return model.layers // layout.pipeline * rank * (4 * model.hidden_size + split // layout.tensor)
 
 
-def fullest_rank(model: ModelConfig, train: TrainOptions, ranks: int, tokens: int) -> tuple[int, RankMemory]:
-    """The pipeline stage whose ranks need most, and what they need."""
-    stages = [rank_memory(model, train, ranks, tokens, stage) for stage in range(train.pipeline_parallel)]
+def fullest_rank(
+    model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, sent_bytes: int = 0
+) -> tuple[int, RankMemory]:
+    """The pipeline stage with the rank that needs most, and what it needs."""
+    stages = [rank_memory(model, train, ranks, tokens, stage, sent_bytes) for stage in range(train.pipeline_parallel)]
     fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
     return fullest, stages[fullest]
 
@@ -126,9 +133,18 @@ def microbatch_tokens(config: Config) -> int:
     return min(config.preprocess.pack_tokens, run.groups_per_step * run.rollouts_per_group * config.sample.max_model_len)
 
 
-def describe_memory(model: ModelConfig, train: TrainOptions, ranks: int, tokens: int) -> str:
+def gathered_bytes(config: Config, model: ModelConfig) -> int:
+    """Of the whole model on its way to the samplers; nothing where it is a rank's own parameters."""
+    layout = layout_of(config.train)
+    if layout.model_ranks * layout.expert == 1 and config.train.dtype == config.sample.dtype:
+        return 0
+    alone = Layout(tensor=1, pipeline=1, virtual=1, context=1, expert=1)
+    return rank_parameters(model, alone, 0).all * (_FLOAT32 if config.sample.dtype == "float32" else 2)
+
+
+def describe_memory(model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, sent_bytes: int = 0) -> str:
     """The estimate for the fullest rank in a line or two."""
-    stage, memory = fullest_rank(model, train, ranks, tokens)
+    stage, memory = fullest_rank(model, train, ranks, tokens, sent_bytes)
     of_stage = f" of stage {stage}" if train.pipeline_parallel > 1 else ""
     parts = ", ".join(f"{name.replace('_', ' ')} {_size(size)}" for name, size in asdict(memory).items() if size)
     return (

@@ -6,7 +6,9 @@ import pytest
 
 from prl.config.hf_config import model_config
 from prl.config.layout import layout_of, layout_problems
-from prl.config.memory import describe_memory, fullest_rank, rank_memory, rank_parameters
+from prl.config.memory import describe_memory, fullest_rank, gathered_bytes, rank_memory, rank_parameters
+from prl.config.schema import Config
+from prl.sampler.options import SampleOptions
 from prl.trainer.options import TrainOptions
 
 SIZES = {
@@ -169,6 +171,20 @@ def test_the_first_stage_of_a_pipeline_holds_as_many_activations_as_one_rank_wou
     assert last.activations == first.activations // 2 + head
     assert first.logits == 0
     assert last.logits == 3 * 256 * 2**20
+
+
+def test_the_whole_model_is_gathered_for_the_samplers_between_steps():
+    """On one rank of the first stage, when the activations are gone; a rank that has all of it sends its own parameters."""
+    options = {"dtype": "bfloat16", "recompute": "full", "tensor_parallel": 4}
+    count = 7_615_616_512
+    config = Config(train=train(**options), sample=SampleOptions(dtype="bfloat16"))
+    assert gathered_bytes(config, QWEN_7B) == 2 * count
+    assert gathered_bytes(Config(train=train(), sample=SampleOptions(dtype="float32")), QWEN_7B) == 0
+    assert gathered_bytes(Config(train=train(), sample=SampleOptions(dtype="bfloat16")), QWEN_7B) == 2 * count
+    without, sending = (rank_memory(QWEN_7B, config.train, 4, 1024, 0, sent_bytes=sent) for sent in (0, 2 * count))
+    assert sending.total == without.between_steps + 2 * count > without.total
+    staged = train(**options, pipeline_parallel=2)
+    assert rank_memory(QWEN_7B, staged, 8, 1024, 1, sent_bytes=2 * count).sending == 0
 
 
 def test_the_estimate_in_words():
