@@ -50,6 +50,7 @@ def main(folder: Path) -> None:
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     from prl.config.hf_config import read_model_config
+    from prl.trainer.batch import to_device
     from prl.trainer.checkpoint import begin_save, finish_save, load_checkpoint
     from prl.trainer.engine import build_engine
     from prl.trainer.hf_folder import read_weights, write_folder
@@ -104,6 +105,13 @@ def main(folder: Path) -> None:
             found = {"given": logits_of(chunks[0], routings()), "own": logits_of(chunks[0])}
             found["evaluated"] = logits_of(chunks[0].eval(), routings())
         report(f"replayed_{layout}_{name}", {key: logits.numpy() for key, logits in found.items()})
+
+    def routed() -> None:
+        """A micro-batch's routings as the model is given them, for a number of tokens that ranks can share."""
+        batch = microbatches()[0]
+        given = routings()[: len(batch.tokens)]
+        sequences = to_device(replace(batch, routings=given), 4).sequences
+        report("routed", {"given": given, "found": sequences.routings.numpy()})
 
     def adapted(layout: str, options: TrainOptions) -> None:
         """Three steps that train adapters alone; the last one also from a checkpoint of the first two: one rank's, where the
@@ -184,6 +192,7 @@ def main(folder: Path) -> None:
         for name in EXPERT_MODELS:
             replayed("one", name, one)
             gradients("replayed_gradients", name, replace(one, recompute="full"), routings())
+        routed()
         adapted("one", adapters)
         adapted("recomputed", replace(adapters, recompute="full"))
         adapter_gradients(adapters)

@@ -139,6 +139,14 @@ def test_tokens_go_to_the_experts_that_the_sampler_chose(families, ranks, layout
         np.testing.assert_allclose(found[label], own, atol=1e-4)
 
 
+def test_routings_of_a_micro_batch_are_filled_up_with_unknown_ones(families):
+    found = families[1, "routed"]
+    assert len(found["given"]) == 21
+    assert found["found"].shape == (24, 2, 2)
+    assert np.array_equal(found["found"][:21], found["given"])
+    assert (found["found"][21:] == -1).all()
+
+
 ADAPTED = [(1, "recomputed"), (2, "tensor"), (2, "sequence"), (2, "data"), (2, "stages")]
 
 
