@@ -131,9 +131,9 @@ FULL = Plan(
         Measurement(HALF_B, 4096, "none"),
         Measurement(HALF_B, 16384, "none"),
         Measurement(HALF_B, 32768, "none"),
-        Measurement(SEVEN_B.cut(6), 16384, "none"),
-        Measurement(SEVEN_B.cut(6), 16384, "selective"),
-        Measurement(SEVEN_B.cut(6), 32768, "none"),
+        Measurement(SEVEN_B.cut(8), 16384, "none"),
+        Measurement(SEVEN_B.cut(8), 16384, "selective"),
+        Measurement(SEVEN_B.cut(8), 32768, "none"),
         Measurement(SEVEN_B, 4096, "full"),
         Measurement(SEVEN_B, 16384, "full"),
     ),
@@ -199,13 +199,12 @@ def main() -> int:
 def attempt(name: str, check: Callable[[], list[Row]], budget: Budget) -> list[Row]:
     if budget.left_s() < 0:
         return [{"skipped": "the time budget is used up"}]
+    gc.collect()  # of what the measurement before has left
+    torch.cuda.empty_cache()
     try:
         return check()
     except torch.OutOfMemoryError as error:
         return [{"skipped": f"out of memory: {str(error).splitlines()[0][:160]}"}]
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def line(row: Row) -> str:

@@ -91,28 +91,26 @@ class _LogprobsAndEntropies(torch.autograd.Function):
         local = local.clamp(0, max(columns - 1, 0))
 
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        smallest = torch.finfo(dtype).min
-        maxima = torch.full(targets.shape, smallest, dtype=dtype, device=hidden.device)
-        sums = torch.zeros(3, targets.size(0), dtype=dtype, device=hidden.device)
+        # Of the part of the distribution that this rank has: log Z, the entropy were it all of it, and the targets' logits.
+        log_z = torch.full(targets.shape, torch.finfo(dtype).min, dtype=dtype, device=hidden.device)
+        entropies, chosen = torch.zeros_like(log_z), torch.zeros_like(log_z)
         for rows in _chunks(len(hidden), columns, head):
             x = _logits(hidden[rows], weight[:columns], head)
-            maxima[rows] = x.amax(-1)
-            sums[2, rows] = x.gather(-1, local[rows, None]).squeeze(-1)
-            x.sub_(maxima[rows, None])
-            e = x.exp()
-            sums[0, rows] = e.sum(-1)
-            sums[1, rows] = e.mul_(x).sum(-1)
+            p = x.softmax(-1, dtype)
+            log_z[rows] = x.amax(-1) - p.amax(-1).log()
+            entropies[rows] = log_z[rows] - p.mul_(x).sum(-1)
+            chosen[rows] = x.gather(-1, local[rows, None]).squeeze(-1).to(dtype)
 
-        largest = maxima.clone()
-        _all_reduce(largest, head.group, dist.ReduceOp.MAX)
-        shift = maxima - largest  # from sums that are relative to this rank's maximum to those relative to the largest
-        sums[1] = (sums[1] + shift * sums[0]) * shift.exp()
-        sums[0] *= shift.exp()
-        sums[2] = torch.where(mine, sums[2] - largest, torch.zeros_like(largest))
+        # The parts together: Z = sum of their Z;  H = sum over them of Z_i / Z (H_i - log (Z_i / Z)).
+        reference = log_z.clone()
+        _all_reduce(reference, head.group, dist.ReduceOp.MAX)
+        shift = log_z - reference
+        share = shift.exp()
+        sums = torch.stack([share, share * (entropies - shift), torch.where(mine, chosen - reference, 0)])
         _all_reduce(sums, head.group, dist.ReduceOp.SUM)
         log_z = sums[0].log()
-        entropies = log_z - sums[1] / sums[0]
-        ctx.save_for_backward(hidden, local, mine, log_z + largest, entropies)
+        entropies = sums[1] / sums[0] + log_z
+        ctx.save_for_backward(hidden, local, mine, log_z + reference, entropies)
         ctx.weight, ctx.head, ctx.columns = weight, head, columns
         ctx.set_materialize_grads(False)
         return sums[2] - log_z, entropies
@@ -131,14 +129,17 @@ class _LogprobsAndEntropies(torch.autograd.Function):
         used = (of_logprobs if of_entropies is None else of_logprobs.abs() + of_entropies.abs()).nonzero().squeeze(-1)
         for part in _chunks(len(used), ctx.columns, ctx.head):
             rows = used[part]  # not of prompts, nor of tokens that a bound of the loss limits
-            logp = _logits(hidden[rows], weight, ctx.head).sub_(log_z[rows, None])
+            x = _logits(hidden[rows], weight, ctx.head)
+            logp = torch.sub(x, log_z[rows, None], out=x if x.dtype == log_z.dtype else None)
             if of_entropies is None:
-                x = logp.exp_().mul_(-of_logprobs[rows, None])
+                p, factor = logp.exp_(), (-of_logprobs[rows, None]).expand_as(logp)
             else:
                 p = logp.exp()
-                x = logp.add_(entropies[rows, None]).mul_(-of_entropies[rows, None]).sub_(of_logprobs[rows, None]).mul_(p)
-            x.scatter_add_(-1, local[rows, None], of_targets[rows, None])
-            of_logits = x.to(weight.dtype)
+                factor = logp.add_(entropies[rows, None]).mul_(-of_entropies[rows, None]).sub_(of_logprobs[rows, None])
+            target = local[rows, None]  # whose p may be all but 1: it is not to be rounded before the 1 is added
+            exact = p.gather(-1, target) * factor.gather(-1, target) + of_targets[rows, None]
+            of_logits = torch.mul(p, factor, out=p if p.dtype == weight.dtype else torch.empty_like(p, dtype=weight.dtype))
+            of_logits.scatter_(-1, target, exact.to(weight.dtype))
             of_hidden[rows] = of_logits @ weight
             if of_weight is not None:
                 device.add_product(of_weight[: ctx.columns], of_logits.t(), hidden[rows])
@@ -156,8 +157,8 @@ def _weight_gradient(weight: Tensor) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, head: Head) -> Tensor:
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return device.product(hidden, weight.t(), dtype if head.float32 else weight.dtype).to(dtype)
+    dtype = torch.promote_types(weight.dtype, torch.float32) if head.float32 else weight.dtype
+    return device.product(hidden, weight.t(), dtype)
 
 
 def _chunks(tokens: int, columns: int, head: Head) -> list[slice]:
