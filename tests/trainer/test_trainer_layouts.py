@@ -54,7 +54,7 @@ def test_steps_are_those_of_one_rank(results, ranks, model, name):
     for key, values in theirs.items():
         assert np.abs(values).max() > 1e-4, key
         np.testing.assert_allclose(found[f"gradient:{key}"], values, atol=1e-5, err_msg=key)
-    for step in (1, 2, 3):
+    for step in (1, 2):
         np.testing.assert_allclose(found[f"{step}:train/loss"], expected[f"{step}:train/loss"], atol=1e-5)
         np.testing.assert_allclose(found[f"{step}:train/grad_norm"], expected[f"{step}:train/grad_norm"], rtol=1e-4)
     measured = parts(expected, "1:train/")
@@ -70,7 +70,7 @@ def test_weights_after_some_steps_are_those_of_one_rank(results, ranks, model, n
     for key, values in parts(expected, "end:").items():
         assert np.abs(values - expected[f"start:{key}"]).max() > 1e-3, key
         difference = np.abs(found[f"end:{key}"] - values)
-        assert difference.max() < 6.1e-3, key
+        assert difference.max() < 4.1e-3, key
         assert np.median(difference) < 1e-5, key
 
 
