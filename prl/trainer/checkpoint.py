@@ -34,7 +34,7 @@ from prl.trainer.hf_folder import replace_folder, sync
 from prl.trainer.parallel import Channel
 
 _PART = "trainer"
-_OPTIONS = ("dtype", "distributed_optimizer")  # that a checkpoint depends on
+_OPTIONS = ("dtype", "distributed_optimizer", "lora_rank")  # that a checkpoint depends on
 T = TypeVar("T")
 
 

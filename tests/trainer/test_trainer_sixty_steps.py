@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,10 @@ class Run:
     failures: list[str] = field(default_factory=list)
 
 
-def step_files(folder: RunFolder) -> dict[int, dict[str, Any]]:
+def step_files(folder: RunFolder, steps: int = STEPS, spoilt: Collection[int] = (SKIPPED,)) -> dict[int, dict[str, Any]]:
     files = {}
-    for step in range(1, STEPS + 1):
-        scale = np.float32("nan" if step == SKIPPED else np.cos(step))
+    for step in range(1, steps + 1):
+        scale = np.float32("nan" if step in spoilt else np.cos(step))
         batches = [
             replace(
                 batch,
@@ -66,13 +66,13 @@ def step_files(folder: RunFolder) -> dict[int, dict[str, Any]]:
     return files
 
 
-def new_run(path: Path, model: Path) -> RunFolder:
+def new_run(path: Path, model: Path, train: TrainOptions = TRAIN) -> RunFolder:
     folder = RunFolder(path)
     folder.create()
     os.symlink(model, folder.model)
     config = Config(
         run=RunOptions(folder=str(folder), steps=STEPS),
-        train=TRAIN,
+        train=train,
         control=ControlOptions(wait_s=120.0, start_s=300.0, heartbeat_s=0.2),
     )
     folder.config.write_text(dump(config))
@@ -190,3 +190,14 @@ def test_three_interruptions_change_no_bit(model_folders, tmp_path):
     expected = exported(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(broken).items())
     assert any("train/save_s" in metrics for metrics in whole.metrics.values())
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(1200)
+def test_too_many_skipped_steps_in_a_row_end_the_run(model_folders, tmp_path):
+    folder = new_run(tmp_path / "spoilt", model_folders / "qwen3", replace(TRAIN, max_skipped_steps=2))
+    run = Run(folder, step_files(folder, 8, (1, 2, 4, 5, 6)))
+    assert asyncio.run(attempt(run)) == 1
+    assert [run.metrics[step]["train/skipped"] for step in sorted(run.metrics)] == [1, 1, 0, 1, 1]  # the third ends the run
+    assert len(run.failures) == RANKS
+    assert all("step 6 is the 3. in a row whose gradient is not finite" in failure for failure in run.failures)
