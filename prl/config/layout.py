@@ -74,6 +74,8 @@ def layout_problems(train: TrainOptions, model: ModelConfig | None) -> Iterator[
         if train.expert_parallel > 1:
             yield f"train.expert_parallel = {train.expert_parallel}: the model has no experts; set it to 1"
         return
+    if train.lora_rank:
+        yield f"train.lora_rank = {train.lora_rank}: adapters are for models without experts; set it to 0"
     if model.experts % train.expert_parallel:
         fitting = [str(n) for n in range(1, model.experts + 1) if model.experts % n == 0]
         yield (

@@ -15,6 +15,10 @@ def loss_problems(config: Config) -> Iterator[str]:
         low, high = (getattr(train, name) for name in bounds)
         if low is not None and high is not None and low > high:
             yield f"train.{bounds[0]} = {low}: is above train.{bounds[1]} = {high}, so that nothing would train; exchange them"
+        elif low is not None and low > 1:
+            yield f"train.{bounds[0]} = {low}: keeps out a ratio of 1, which tokens of the newest version have; set at most 1"
+        elif high is not None and high < 1:
+            yield f"train.{bounds[1]} = {high}: keeps out a ratio of 1, which tokens of the newest version have; set at least 1"
     if _uses_kl(train) and train.reference == "none":
         key = "kl_coefficient" if train.kl_coefficient else "kl_coefficient_end"
         yield (

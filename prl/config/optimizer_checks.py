@@ -15,7 +15,7 @@ def optimizer_problems(config: Config) -> Iterator[str]:
                 yield f"train.{key} = {value}: has no effect with train.schedule = constant; choose cosine or linear"
     elif last <= train.warmup_steps:
         key = "train.schedule_steps" if train.schedule_steps else "run.steps"
-        yield f"{key} = {last}: the learning rate falls only after train.warmup_steps = {train.warmup_steps}; set more than that"
+        yield f"{key} = {last}: the learning rate falls after train.warmup_steps = {train.warmup_steps}; set more than that"
     elif train.min_learning_rate > train.learning_rate:
         yield (
             f"train.min_learning_rate = {train.min_learning_rate}: is above train.learning_rate = {train.learning_rate}, from "
@@ -25,4 +25,9 @@ def optimizer_problems(config: Config) -> Iterator[str]:
         yield (
             f"train.checkpoint_keep_every_steps = {train.checkpoint_keep_every_steps}: all checkpoints are kept; set "
             f"train.checkpoint_keep_last to the number of newest ones to keep besides"
+        )
+    elif train.checkpoint_every_steps and train.checkpoint_keep_every_steps % train.checkpoint_every_steps:
+        yield (
+            f"train.checkpoint_keep_every_steps = {train.checkpoint_keep_every_steps}: is no multiple of "
+            f"train.checkpoint_every_steps = {train.checkpoint_every_steps}; most of those steps have no checkpoint"
         )

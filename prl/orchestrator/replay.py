@@ -71,4 +71,7 @@ def _missing(config: Config, found: set[int]) -> str:
             f"run.steps={first - 1}"
         )
     deleted = ", which were deleted behind its checkpoints (streams.keep: needed)" if RunFolder(run).reclaimed.exists() else ""
-    return f"run.replay = {run}: has no step file 1{deleted}; give a run that is to be replayed streams.keep: all (with streams.backend: folder)"
+    return (
+        f"run.replay = {run}: has no step file 1{deleted}; give a run that is to be replayed streams.keep: all (with "
+        f"streams.backend: folder)"
+    )

@@ -45,7 +45,8 @@ def efficiency(
     slots = sum(-(-len(batch.tokens) // share) * share for batch in computed)  # as batch.to_device pads them
     lengths = np.concatenate([np.diff(batch.boundaries).astype(np.int64) for batch in microbatches] or [np.zeros(0, np.int64)])
     on_device = device.device()
-    sums = torch.tensor([lengths.sum(), slots, step_flops(config, lengths)], dtype=torch.float64, device=on_device)
+    flops_here = step_flops(config, lengths, frozen=options.lora_rank > 0)
+    sums = torch.tensor([lengths.sum(), slots, flops_here], dtype=torch.float64, device=on_device)
     maxima = torch.tensor([*seconds.values(), device.take_peak_memory_bytes()], dtype=torch.float64, device=on_device)
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)

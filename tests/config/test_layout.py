@@ -53,6 +53,7 @@ def train(**options):
         ({"virtual_pipeline": 2}, QWEN_7B, "train.virtual_pipeline = 2: needs train.pipeline_parallel above 1"),
         ({"sequence_parallel": True}, QWEN_7B, "needs train.tensor_parallel above 1"),
         ({"expert_parallel": 2}, QWEN_7B, "train.expert_parallel = 2: the model has no experts"),
+        ({"lora_rank": 4}, QWEN_30B, "train.lora_rank = 4: adapters are for models without experts"),
         ({"expert_parallel": 3}, QWEN_30B, "train.expert_parallel = 3: does not divide the model's 128 experts"),
         ({"tensor_parallel": 2}, QWEN_30B, "train.tensor_parallel = 2: .*needs train.sequence_parallel: true"),
         ({"context_parallel": 2}, None, "train.context_parallel = 2: .*Transformer Engine"),

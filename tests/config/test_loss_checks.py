@@ -37,6 +37,8 @@ def test_defaults_are_each_losses_own():
         ({"proximal": "previous"}, "train.proximal = previous: train.loss = ppo does not use it, but decoupled_ppo; set null"),
         ({"loss": "sft", "token_mask_low": 0.5}, "train.token_mask_low = 0.5: train.loss = sft has no ratios to mask by"),
         ({"loss": "sft", "kl_place": "reward", **KL}, "train.kl_place = reward: train.loss = sft uses no rewards"),
+        ({"token_mask_low": 1.5}, "train.token_mask_low = 1.5: keeps out a ratio of 1"),
+        ({"sequence_mask_low": 0.5, "sequence_mask_high": 0.9}, "train.sequence_mask_high = 0.9: keeps out a ratio of 1"),
         ({"token_mask_low": 2.0, "token_mask_high": 1.0}, "train.token_mask_low = 2.0: is above train.token_mask_high = 1.0"),
         ({"sequence_mask_low": 2.0, "sequence_mask_high": 1.0}, "train.sequence_mask_low = 2.0: is above"),
         ({"kl_coefficient": 0.1}, "train.kl_coefficient = 0.1: the KL term needs a reference; set train.reference: initial"),

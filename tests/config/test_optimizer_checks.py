@@ -16,10 +16,14 @@ def problems(steps=100, **options):
     [
         ({"schedule_steps": 9}, "train.schedule_steps = 9: has no effect with train.schedule = constant"),
         ({"min_learning_rate": 1e-9}, "train.min_learning_rate = 1e-09: has no effect with train.schedule = constant"),
-        ({"schedule": "linear", "warmup_steps": 100}, "run.steps = 100: the learning rate falls only after train.warmup_steps"),
+        ({"schedule": "linear", "warmup_steps": 100}, "run.steps = 100: the learning rate falls after train.warmup_steps"),
         ({"schedule": "cosine", "schedule_steps": 5, "warmup_steps": 5}, "train.schedule_steps = 5: the learning rate falls"),
         ({"schedule": "cosine", "min_learning_rate": 1e-3}, "train.min_learning_rate = 0.001: is above train.learning_rate"),
         ({"checkpoint_keep_every_steps": 10}, "train.checkpoint_keep_every_steps = 10: all checkpoints are kept"),
+        (
+            {"checkpoint_every_steps": 3, "checkpoint_keep_every_steps": 5, "checkpoint_keep_last": 1},
+            "train.checkpoint_keep_every_steps = 5: is no multiple of train.checkpoint_every_steps = 3",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_told(options, words):

@@ -62,8 +62,21 @@ def test_a_window_bounds_what_a_token_looks_at():
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10G", None),
+        ("AMD Instinct MI250X", 191.5e12),
         ("", None),
     ],
 )
 def test_peaks_are_known_by_name(name, peak):
     assert peak_flops(name) == peak
+
+
+def test_frozen_weights_need_no_gradient_of_their_own():
+    model = model_config(CONFIGS["llama"].to_dict())
+    one, two = (np.array([tokens]) for tokens in (1, 2))
+    attention = 4 * 3 * 4 * 8  # of one pair of tokens: two products in 3 layers of 4 heads of 8
+    for lengths, pairs in ((one, 1), (two, 3)):
+        weights = forward_flops(model, lengths) - pairs * attention
+        assert step_flops(model, lengths) == 3 * weights + 3 * pairs * attention
+        assert step_flops(model, lengths, frozen=True) == 2 * weights + 3 * pairs * attention
