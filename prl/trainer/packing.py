@@ -30,13 +30,18 @@ class Buckets:
     token_of_slot: Tensor  # [slots]
     slot_of_token: Tensor  # [T]
     is_token: Tensor | None  # [slots, 1]; None where no slot is padding
+    as_packed: bool  # the padded layout is the packed one
 
     def pad(self, packed: Tensor) -> Tensor:
         """[T, width] -> [slots, width]."""
+        if self.as_packed:
+            return packed
         return _Rearrange.apply(packed, self.token_of_slot, self.slot_of_token, None)  # type: ignore[no-any-return, no-untyped-call]
 
     def unpad(self, padded: Tensor) -> Tensor:
         """[slots, width] -> [T, width]."""
+        if self.as_packed:
+            return padded
         return _Rearrange.apply(padded, self.slot_of_token, self.token_of_slot, self.is_token)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -115,4 +120,5 @@ def buckets(boundaries: npt.NDArray[np.int32], device: torch.device) -> Buckets:
         token_of_slot=torch.from_numpy(token_of_slot).to(device),
         slot_of_token=torch.from_numpy(slot_of_token).to(device),
         is_token=None if is_token.all() else torch.from_numpy(is_token[:, None]).to(device),
+        as_packed=np.array_equal(token_of_slot, np.arange(len(slot_of_token))),
     )
