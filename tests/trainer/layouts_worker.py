@@ -87,6 +87,10 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
             "all": SPLIT | STAGES | SHARED | {"expert_parallel": 2},
         },
     },
+    8: {
+        "tied": {"all": SPLIT | TURNS | SHARED, "all_merged": SPLIT | STAGES | {"recompute": "selective"}},
+        "experts": {"all": SPLIT | STAGES | SHARED | {"expert_parallel": 2}},
+    },
 }
 
 

@@ -51,9 +51,10 @@ def test_steps_are_those_of_one_rank(results, ranks, model, name):
         assert np.array_equal(found[f"start:{key}"], values), key
     theirs = parts(expected, "gradient:")
     assert parts(found, "gradient:").keys() == theirs.keys()
+    largest = max(np.abs(values).max() for values in theirs.values())
     for key, values in theirs.items():
-        assert np.abs(values).max() > 1e-4, key
-        np.testing.assert_allclose(found[f"gradient:{key}"], values, atol=1e-5, err_msg=key)
+        assert np.abs(values).max() > 1e-3 * largest, key
+        np.testing.assert_allclose(found[f"gradient:{key}"], values, rtol=1e-5, atol=1e-5 * largest, err_msg=key)
     for step in (1, 2):
         np.testing.assert_allclose(found[f"{step}:train/loss"], expected[f"{step}:train/loss"], atol=1e-5)
         np.testing.assert_allclose(found[f"{step}:train/grad_norm"], expected[f"{step}:train/grad_norm"], rtol=1e-4)
