@@ -87,20 +87,27 @@ def begin_save(engine: Engine, channel: Channel, folder: Path, step: int) -> Sav
         async_strategy="mcore",
         content_metadata={key: value for key, value in _content().items() if key != "dp_cp_group"},
     )
-    buckets = _copied(plan.writer, _live_storages(engine))
+    buckets = _on_all(channel, folder, lambda: _copied(plan.writer, _live_storages(engine)))
     pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     written = pool.submit(_write, plan.writer, buckets, temporary)
     pool.shutdown(wait=False)
     return Save(step, folder, began, plan, written)
 
 
-def finish_save(save: Save, channel: Channel) -> list[Part]:
-    """Wait until the files are written, and give them their name: durable when this returns. Returns all files of all ranks.
-    A collective of all ranks; an older checkpoint of the name is replaced (it belongs to a lineage that was left). Raises
-    SaveError."""
+def finish_save(save: Save, channel: Channel, wait_s: float) -> list[Part]:
+    """Wait at most `wait_s` until the files are written, and give them their name: durable when this returns. Returns all files
+    of all ranks. A collective of all ranks; an older checkpoint of the name is replaced (it belongs to a lineage that was
+    left). Raises SaveError."""
     leader = dist.get_rank() == 0
+
+    def written() -> tuple[list[Any], list[Part]]:
+        try:
+            return save.written.result(wait_s)
+        except TimeoutError:
+            raise OSError(f"{save.folder}: its files were not written within {wait_s:.0f} s") from None
+
     try:
-        results, parts = _on_all(channel, save.folder, save.written.result)
+        results, parts = _on_all(channel, save.folder, written)
         of_all: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(results, of_all if leader else None)
 

@@ -67,7 +67,8 @@ class Saver:
                 self._alarm(save.step, error)
 
     def _make_count(self, save: Save, *, last: bool) -> None:
-        parts = finish_save(save, self._channel)
+        wait_s = self._child.config.control.wait_s
+        parts = finish_save(save, self._channel, wait_s)
         answer = None
         if dist.get_rank() == 0:
             body = {
@@ -76,7 +77,6 @@ class Saver:
                 "last": last,
                 "metrics": {names.CHECKPOINT_WRITE_S: time.monotonic() - save.began},
             }
-            wait_s = self._child.config.control.wait_s
             answer = self._client.call("checkpoint", body, deadline_s=wait_s, reason=f"checkpoint of version {save.step}")
         if self._channel.broadcast(answer)["saved"]:
             self._saved = save.step

@@ -115,7 +115,7 @@ def main(folder: Path) -> None:
         return {name: tensor.float().numpy().copy() for name, tensor in export_weights(engine.chunks, engine.config)}
 
     def save(engine: Engine, path: Path, step: int) -> list:  # type: ignore[type-arg]
-        return finish_save(begin_save(engine, channel, path, step), channel)
+        return finish_save(begin_save(engine, channel, path, step), channel, 120.0)
 
     def relayout(options: TrainOptions) -> None:
         parallel_state.destroy_model_parallel()
@@ -176,7 +176,7 @@ def main(folder: Path) -> None:
                 went_on = steps(engine, 3, 4)
                 done_early = under_way.written.done()
                 go_on.set()
-                finish_save(under_way, channel)
+                finish_save(under_way, channel, 120.0)
             fresh = engine_of(options)
             load_checkpoint(fresh, path)
             report(f"copied_{name}", {"went_on": went_on, "resumed": steps(fresh, 3, 4), "early": np.array(done_early)})

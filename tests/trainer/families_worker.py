@@ -124,7 +124,7 @@ def main(folder: Path) -> None:
             metrics = train_step(engine, mine, facts(step))
             losses.append((metrics["train/loss"], metrics["train/grad_norm"]))
             if step == 2:
-                finish_save(begin_save(engine, channel, results / f"adapted_{layout}", 2), channel)
+                finish_save(begin_save(engine, channel, results / f"adapted_{layout}", 2), channel, 120.0)
                 report(f"adapted_saved_{layout}", arrays(export_weights(engine.chunks, config)))
         found = {"losses": np.array(losses), "trained": np.array(sum(p.requires_grad for p in chunks[0].parameters()))}
         resumed = build_engine(loaded("qwen2_linear", options)[1], config, options)
@@ -156,7 +156,9 @@ def main(folder: Path) -> None:
     def save(layout: str, name: str, options: TrainOptions) -> None:
         config, chunks = loaded(name, options)
         channel = Channel(60.0)
-        finish_save(begin_save(build_engine(chunks, config, options), channel, results / f"saved_{layout}_{name}", 1), channel)
+        finish_save(
+            begin_save(build_engine(chunks, config, options), channel, results / f"saved_{layout}_{name}", 1), channel, 120.0
+        )
 
     def counted(name: str, options: TrainOptions) -> None:
         config = read_model_config(folder / name)

@@ -138,7 +138,7 @@ def main(folder: Path) -> None:
 
         losses(engine, 1, 2)
         channel = Channel(60.0)
-        finish_save(begin_save(engine, channel, results / "step_000002", 2), channel)
+        finish_save(begin_save(engine, channel, results / "step_000002", 2), channel, 120.0)
         found = {"went_on": losses(engine, 3, 4)}
         for name, saved_by in (("resumed", ranks), ("resumed_from_one", 1)):
             fresh = engine_of("qwen2", tensor_parallel)

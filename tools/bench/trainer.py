@@ -250,7 +250,7 @@ def resume() -> None:
     channel = Channel(120.0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        parts = finish_save(begin_save(engine, channel, folder, 1), channel)
+        parts = finish_save(begin_save(engine, channel, folder, 1), channel, 600.0)
         files = [folder / part.path for part in parts]
 
         def load_files() -> None:
