@@ -2,7 +2,8 @@
 
     python tools/bench/trainer.py [step] [packing] [head] [memory] [resume]        all of them without a name
 
-step      a whole RL step (step file read to weights gathered) to Megatron's bare passes and optimizer on the same tokens
+step      a whole RL step (step file read to weights gathered, digest taken) to Megatron's bare passes and optimizer on the
+          same tokens
 packing   tokens of sequences packed by prl to the same ones padded for plain Megatron layers: log-normal lengths in
           micro-batches of 8 (as they come), and 512 of 10 tokens each
 head      both passes with the output layer in chunks, by prl's function and by torch's checkpointing of each, to whole logits
@@ -62,6 +63,7 @@ from prl.trainer.options import TrainOptions
 from prl.trainer.parallel import Channel, stop_groups
 from prl.trainer.pipeline import run_schedule
 from prl.trainer.step import train_step
+from prl.weights.digest import part, total
 
 OPTIONS = TrainOptions(loss="reinforce")
 SMALL = qwen("small", 128, 384, 4, 4, 2, 2048, tied=True)
@@ -107,7 +109,7 @@ def step() -> None:
         def whole() -> None:
             data = read_step(file.path, file.bytes, file.checksum)
             train_step(engine, [data.microbatch(number) for number in data.deal(1)[0]], data.facts)
-            dict(export_weights(engine.chunks, engine.config))
+            total(part(name, tensor) for name, tensor in export_weights(engine.chunks, engine.config))
 
         def bare() -> None:
             engine.chunks[0].zero_grad_buffer()
@@ -255,7 +257,7 @@ def resume() -> None:
 
         def load_files() -> None:
             for path in files:
-                torch.from_numpy(np.fromfile(path, np.uint8)).clone()
+                np.fromfile(path, np.uint8)
 
         load_s, files_s = fastest(partial(load_checkpoint, engine, folder), load_files, tries=5)
         size = sum(part.bytes for part in parts) / 2**20
