@@ -42,7 +42,7 @@ def loss_problems(config: Config) -> Iterator[str]:
 
 def loss_warnings(config: Config) -> Iterator[str]:
     train = config.train
-    if train.loss == "sft":
+    if train.loss == "sft" and not config.run.replay:
         yield "train.loss = sft: answers train alike, whatever their rewards; it is for steps made of given answers"
     if _uses_kl(train) and train.kl_place == "loss" and train.kl_estimator == "k1":
         yield "train.kl_estimator = k1: in the loss its gradient is 0 in the mean; use k2 or k3, or train.kl_place: reward"

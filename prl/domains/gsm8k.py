@@ -5,15 +5,14 @@ Files have the columns problem (or question) and answer; an answer may be a whol
 were cut at the token limit.
 """
 
-import gzip
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from prl.domains.answers import final_answer
 from prl.domains.api import Context, DomainError, Problem, Sampler
+from prl.domains.rows import read_rows
 from prl.domains.settings import read_options
 from prl.streams.records import Rollout
 
@@ -65,7 +64,7 @@ def load_problems(options: Mapping[str, Any], split: str, seed: int) -> Sequence
     paths, limit = (settings.paths, settings.limit) if split == "train" else (settings.evaluate_paths, settings.evaluate_limit)
     problems: list[Problem] = []
     for path in paths:
-        for number, row in enumerate(_rows(Path(path))):
+        for number, row in enumerate(read_rows(Path(path))):
             if limit and len(problems) == limit:
                 return problems
             problems.append(_problem(row, f"{path}, row {number}", settings, Path(path).name.split(".")[0]))
@@ -84,23 +83,6 @@ def _problem(row: Mapping[str, Any], where: str, settings: Gsm8kOptions, dataset
     if settings.system:
         messages.insert(0, {"role": "system", "content": settings.system})
     return Problem({"messages": messages, "gold": gold, "settings": settings}, dataset=dataset)
-
-
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet  # half a second that only parquet files should cost
-
-            yield from pyarrow.parquet.read_table(path).to_pylist()
-        elif path.name.endswith((".jsonl", ".jsonl.gz")):
-            with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-                for line in file:
-                    if line.strip():
-                        yield json.loads(line)
-        else:
-            raise DomainError(f"{path}: expected a file ending in .parquet, .jsonl or .jsonl.gz")
-    except (OSError, ValueError) as error:
-        raise DomainError(f"{path}: not readable as {path.suffix}: {error}") from error
 
 
 async def generate_rollout(problem: Problem, sampler: Sampler, context: Context) -> Rollout:

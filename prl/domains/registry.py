@@ -133,5 +133,5 @@ def _import(name: str) -> Any:
 
 
 def _own_domains() -> list[str]:
-    helpers = {"api", "answers", "options", "registry", "settings"}
+    helpers = {"api", "answers", "options", "registry", "rows", "settings"}
     return sorted(module.name for module in pkgutil.iter_modules(prl.domains.__path__) if module.name not in helpers)
