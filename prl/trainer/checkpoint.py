@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
 from prl.runfolder.manifest import Part, part_of
 from prl.runfolder.publish import in_words
@@ -34,7 +34,7 @@ from prl.trainer.hf_folder import replace_folder, sync
 from prl.trainer.parallel import Channel
 
 _PART = "trainer"
-_OPTIONS = ("dtype", "distributed_optimizer", "lora_rank")  # that a checkpoint depends on
+_MUST_MATCH = ("dtype", "distributed_optimizer", "lora_rank")  # that a checkpoint depends on
 T = TypeVar("T")
 
 
@@ -170,7 +170,7 @@ def _check_fit(engine: Engine, facts: dict[str, Any], folder: Path) -> None:
             f"the initial policy, built again as the reference, has the digest {now}; it was {before} when {folder} was "
             f"written: restore the weights in the model's folder, and run.seed and train.dtype as they were"
         )
-    for key in _OPTIONS:
+    for key in _MUST_MATCH:
         asked = getattr(engine.options, key)
         if facts[key] != asked:
             raise ValueError(
@@ -183,7 +183,7 @@ def _state(engine: Engine, channel: Channel, step: int) -> dict[str, Any]:
     # No rank has an optimizer's state before the first step, which every step so far may have failed to be.
     count = max(channel.gather(_count(engine)))
     facts = {"step": step, "count": count, "reference": _reference(engine)}
-    facts |= {key: getattr(engine.options, key) for key in _OPTIONS}
+    facts |= {key: getattr(engine.options, key) for key in _MUST_MATCH}
     return {"facts": facts, **_sharded(engine, is_loading=False, optimizer=count > 0)}
 
 
@@ -303,32 +303,3 @@ def _on_all(channel: Channel, folder: Path, work: Callable[[], T]) -> T:
     if failed:
         raise SaveError(f"{folder}: the checkpoint could not be written: {failed[0]}")
     return cast(T, result)
-
-
-# Two faults of Megatron's distributed optimizer.
-
-
-def _set_states(self: DistributedOptimizer, parameter: torch.Tensor, tensors: dict[str, Any]) -> None:
-    """It looks for Adam's count among the tensors it has loaded, where its format does not hold it."""
-    _megatron_set_states(self, parameter, {"step": None, **tensors})
-
-
-def _world_state(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
-    """It joins buckets without the padding between them, and then looks for parameters where they lie with it. (An embedding
-    that pipeline stages share has a bucket of its own.)"""
-    state = _megatron_world_state(self, *args, **kwargs)
-    for number, buffer in enumerate(self.buffers if state else ()):
-        for tensors in state[number].values() if len(buffer.buckets) > 1 else ():
-            for key, joined in tensors.items():
-                if isinstance(joined, torch.Tensor):
-                    tensors[key] = joined.new_zeros(buffer.numel)
-                    parts = torch.split(joined, [bucket.numel_unpadded for bucket in buffer.buckets])
-                    for bucket, part in zip(buffer.buckets, parts, strict=True):
-                        tensors[key][bucket.offset : bucket.offset + len(part)] = part
-    return state
-
-
-_megatron_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-_megatron_world_state = DistributedOptimizer.get_parameter_state_dp_zero
-DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
-DistributedOptimizer.get_parameter_state_dp_zero = _world_state

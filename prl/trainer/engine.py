@@ -13,7 +13,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
 from prl.config.hf_config import ModelConfig
-from prl.trainer import device
+from prl.trainer import corrections, device
 from prl.trainer.model import DTYPES, unwrap
 from prl.trainer.options import TrainOptions
 from prl.trainer.reference import ProximalPolicy, Reference, build_proximal
@@ -38,6 +38,7 @@ def build_engine(
     modules: Sequence[torch.nn.Module], config: ModelConfig, options: TrainOptions, reference: Reference | None = None
 ) -> Engine:
     """Wrap the chunks of a model that has its weights already: the optimizer copies them where it keeps its own in float32."""
+    corrections.apply()
     megatron = get_model_config(modules[0])
     chunks = tuple(
         DistributedDataParallel(
