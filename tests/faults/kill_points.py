@@ -21,6 +21,7 @@ _AT_THE_START = re.compile(
 # What an attempt passes only where the one before left something: the point at which that one has to have died.
 _LEFTOVERS = {
     re.compile(r"(unlink|rename) checkpoints.*/\.old-"): ("trainer-0", "fsync checkpoints/step_N (prl.trainer.checkpoint)"),
+    re.compile(r"rename export"): ("trainer-0", "fsync . (prl.trainer.loop)"),
     re.compile(r"unlink checkpoints.*/\.tmp-"): ("trainer-0", "fsync checkpoints/step_N/.tmp-trainer (prl.trainer.checkpoint)"),
     re.compile(r"unlink checkpoints/step_N/\.tmp "): (
         "orchestrator-0",
