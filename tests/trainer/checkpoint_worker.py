@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults" / "inject"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fault_layer import WRITES, FaultLayer, Operation
-from trainer_data import VOCABULARY, facts, microbatches
+from trainer_data import BASE, facts, microbatches
 
 from prl.config.hf_config import model_config
 from prl.runfolder.manifest import Manifest, newest_manifest, write_manifest
@@ -23,17 +23,6 @@ from prl.runfolder.paths import RunFolder
 from prl.trainer.options import TrainOptions
 
 PLAIN = TrainOptions(learning_rate=1e-3, clip_grad=1.0, weight_decay=0.01, warmup_steps=5)
-BASE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64,
-}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 MODELS = {
     "dense": model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True}),

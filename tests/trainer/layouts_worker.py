@@ -12,7 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trainer_data import VOCABULARY, facts, merged, microbatches, without_reference
+from trainer_data import BASE, facts, merged, microbatches, without_reference
 
 from prl.config.hf_config import ModelConfig, model_config
 from prl.trainer.options import TrainOptions
@@ -20,17 +20,6 @@ from prl.trainer.options import TrainOptions
 OPTIONS = TrainOptions(
     learning_rate=1e-3, clip_grad=1e6, entropy_coefficient=0.01, kl_coefficient=0.1, weight_decay=0.01, reference="initial"
 )
-BASE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64,
-}
 MODELS: dict[str, ModelConfig] = {
     "tied": model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True}),
     "untied": model_config(BASE | {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4}),

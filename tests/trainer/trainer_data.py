@@ -7,6 +7,17 @@ import numpy as np
 from prl.streams.records import MicroBatch, StepFacts
 
 VOCABULARY = 51  # odd: tensor parallelism of 2 must pad it
+BASE = {  # config.json of tiny models, but for their family
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+}
 LENGTHS = ((7, 12, 2), (5, 9, 3, 11), (12, 12))  # of the sequences in three micro-batches
 
 
