@@ -34,10 +34,13 @@ class Guard:
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"").decode("latin-1")
         if not is_authorized(header, self._token):
             await _refuse(scope, send, 401, "this run's token is missing or wrong")
-        elif self._replica.closed is not None and not _always_open(scope["path"]):
-            await _refuse(scope, send, 503, self._replica.closed)
-        else:
-            await self._direct.get(scope["path"], self._app)(scope, receive, send)
+            return
+        if not _always_open(scope["path"]):
+            await self._replica.entrance.turn()
+            if self._replica.closed is not None:
+                await _refuse(scope, send, 503, self._replica.closed)
+                return
+        await self._direct.get(scope["path"], self._app)(scope, receive, send)
 
 
 def _always_open(path: str) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prl.flow.versions import Version
+from prl.sampler.entrance import Entrance
 from prl.sampler.traffic import Traffic
 from prl.weights.digest import MODULUS
 
@@ -20,7 +21,7 @@ class Commit:
     version: Version
     digest: int  # of the live parameters, all workers together
     pause_s: float  # the engine was stopped for so long
-    gap_s: float  # the longest time between two tokens around it; `pause_s` where nothing was in flight
+    gap_s: float  # between the tokens before and behind it; `pause_s` where nothing was in flight
 
 
 class Replica:
@@ -29,6 +30,7 @@ class Replica:
     def __init__(self, engine: Any, update_s: float) -> None:
         self.version: Version | None = None
         self.closed: str | None = "this sampler has no weights yet: the first version was not committed"
+        self.entrance = Entrance()
         self._engine = engine
         self._traffic = Traffic(engine)
         self._update_s = update_s
@@ -52,12 +54,13 @@ class Replica:
             try:
                 async with asyncio.timeout(self._update_s):
                     await self._check_staged(version, digest)
-                    pause_s = await self._swap(version, digest, clear_cache)
+                    with self.entrance.shut():
+                        pause_s = await self._swap(version, digest, clear_cache)
             except TimeoutError:
                 self.closed = f"the commit of version {version} did not end within {self._update_s:.0f} s"
                 raise CommitRefused(self.closed) from None
             gap_s = await self._traffic.gap_s()
-        return Commit(version, digest, pause_s, pause_s if gap_s is None else max(gap_s, pause_s))
+        return Commit(version, digest, pause_s, pause_s if gap_s is None else gap_s)
 
     async def _check_staged(self, version: Version, digest: int) -> None:
         for worker, staged in enumerate(await self._engine.collective_rpc("prl_staged")):
