@@ -1,11 +1,12 @@
 """Speed of the quickstart on this machine, as ratios from one run. A benchmark, no test: nothing here passes or fails.
 
     .venv/bin/python tools/bench/quickstart.py                  trains the quickstart, then both parts below
-    .venv/bin/python tools/bench/quickstart.py figures RUN      figures of a finished run folder
+    .venv/bin/python tools/bench/quickstart.py figures RUN ...  figures of finished run folders, and their median and range
     .venv/bin/python tools/bench/quickstart.py actors           actors against a bare load generator on the same vLLM
 
-Wants two quiet cores. `actors` starts a run of its own, stops its trainers (SIGSTOP) once rollouts flow, puts the server on
-one core and its clients on the other, and lets first the actors and then a load generator ask it for the same answers.
+`--seeds 1 2 3` trains it once for each of these seeds. Wants two quiet cores. `actors` starts a run of its own, stops its
+trainers (SIGSTOP) once rollouts flow, puts the server on one core and its clients on the other, and lets first the actors and
+then a load generator ask it for the same answers.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import numpy as np
@@ -56,20 +58,23 @@ PAUSED = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("figures").add_argument("run", type=Path)
+    commands.add_parser("figures").add_argument("runs", type=Path, nargs="+")
     commands.add_parser("actors")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[load(CONFIG).run.seed], help="seeds to train with")
     options = parser.parse_args()
-    if options.command == "figures":
-        print_figures(options.run)
-    elif options.command == "actors":
+    if options.command == "actors":
         print_actors()
     else:
-        run = new_folder("bench-quickstart")
-        began = time.time()
-        subprocess.run([*SUBMIT, "--set", f"run.folder={run}"], check=True)
-        print(f"{'command to exit':<44} {time.time() - began:8.1f} s")
-        print_figures(run, began)
-        print_actors()
+        runs = options.runs if options.command == "figures" else [train(seed) for seed in options.seeds]
+        print_figures([figures_of(run) for run in runs], runs)
+        if options.command is None:
+            print_actors()
+
+
+def train(seed: int) -> Path:
+    run = new_folder(f"bench-quickstart-seed{seed}")
+    subprocess.run([*SUBMIT, "--set", f"run.folder={run}", "--set", f"run.seed={seed}"], check=True)
+    return run
 
 
 def new_folder(name: str) -> Path:
@@ -77,82 +82,91 @@ def new_folder(name: str) -> Path:
     return next(folder for folder in candidates if not folder.exists())
 
 
-def row(words: str, value: float | None, unit: str, remark: str = "") -> None:
-    text = "     n/a" if value is None or np.isnan(value) else f"{value:8.2f}"
-    print(f"{words:<44} {text} {unit:<10} {remark}")
+# --- figures of finished runs ---
 
 
-# --- figures of a finished run ---
+class Figure(NamedTuple):
+    words: str
+    value: float  # nan: not known
+    unit: str
+    remark: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class ToGoal:
     """From the first request for a rollout to the version that first reached the goal on held-out problems."""
 
-    step: int
+    step: int | None  # None, and the rest nan: it never did
     wall_s: float
-    cpu_s: float | None  # None: the processes' usage was not recorded over time
+    cpu_s: float  # nan: the processes' usage was not recorded over time
     evaluation_share: float  # of all sampled rollouts
 
 
-def print_figures(run: Path, began: float | None = None) -> None:
+def print_figures(runs: Sequence[Sequence[Figure]], folders: Sequence[Path]) -> None:
+    """A line a figure: its value in each run; where there are several, first their median and range."""
+    print("\n" + "\n".join(map(str, folders)))
+    for figures in zip(*runs, strict=True):
+        values = np.array([figure.value for figure in figures])
+        words, _, unit, remark = figures[0]
+        of_runs = " ".join("     n/a" if np.isnan(value) else f"{value:8.2f}" for value in values)
+        if len(values) > 1 and not np.isnan(values).any():
+            of_runs = f"{np.median(values):8.2f} ({values.min():.2f} to {values.max():.2f}) of {of_runs}"
+        print(f"{words:<52} {of_runs} {unit:<5} {remark}")
+
+
+def figures_of(run: Path) -> list[Figure]:
     record = read_run(run)
     summary = summarize(record, time.time())
     if not len(record.steps):
         sys.exit(f"{run}: no step was trained: {summary.cause}")
-    command = began or phase_time(record, names.COMMAND) or summary.started
-    first_request = phase_time(record, names.FIRST_ROLLOUT_REQUEST) or phase_time(record, names.RUNNING)
+    command = first(phase_time(record, names.COMMAND), summary.started)
+    request = first(phase_time(record, names.FIRST_ROLLOUT_REQUEST), phase_time(record, names.RUNNING))
     last_step = float(record.steps.time[-1])
-    print(f"\n{run}: {summary.outcome}, {summary.steps} steps")
-    if command is not None:
-        row("command to first trained step", float(record.steps.time[0]) - command, "s")
-    if first_request is not None:
-        row(
-            "rollouts trained", summary.rollouts / (last_step - first_request), "1/s", "from the first request to the last step"
-        )
-    waiting = summary.trainer_time.waiting if summary.trainer_time else None
-    row("trainer waiting for data", None if waiting is None else 100 * waiting, "per cent")
-    row("largest token gap at a weight update", largest_ms(summary.gap_s), "ms", "goal: under 60")
-    row("largest pause of a sampler", largest_ms(summary.pause_s), "ms")
-    total_cpu_s = sum(role.cpu_s for role in summary.usage)
-    row("CPU seconds a step, start included", total_cpu_s / summary.steps if summary.usage else None, "s")
-    if first_request is not None:
-        live = cpu_between(record, first_request, last_step)
-        row("CPU seconds a step, live", None if live is None else live / summary.steps, "s", "goal: under 1.0")
-        print_goal(to_goal(record, first_request), record, command)
+    ended = first(summary.ended, last_step)
+    waiting = summary.trainer_time.waiting if summary.trainer_time else np.nan
+    cpu_s = sum(role.cpu_s for role in summary.usage) if summary.usage else np.nan
+    goal = to_goal(record, request)
+    to_goal_s = float(record.steps.time[record.steps.step == goal.step][0]) - command if goal.step else np.nan
+    return [
+        Figure("command to exit", ended - command, "s"),
+        Figure("steps", summary.steps, ""),
+        Figure("command to first trained step", float(record.steps.time[0]) - command, "s"),
+        Figure("rollouts trained, from the first request", summary.rollouts / (last_step - request), "1/s"),
+        Figure("trainer waiting for data", 100 * waiting, "%"),
+        *in_ms("token gap at a weight update", summary.gap_s, "goal: under 60"),
+        *in_ms("pause of a sampler", summary.pause_s),
+        *in_ms("last rollout to step file, without the disk's time", summary.step_file_s),
+        Figure("CPU seconds a step, start included", cpu_s / summary.steps, "s"),
+        Figure("CPU seconds a step, live", cpu_between(record, request, last_step) / summary.steps, "s", "goal: under 1.0"),
+        Figure(f"step that reached {GOAL} on held-out problems", goal.step or np.nan, ""),
+        Figure("  wall seconds from the command", to_goal_s, "s"),
+        Figure("  wall seconds from the first request", goal.wall_s, "s"),
+        Figure("  TRL + vLLM to it", TRL_WALL_S / goal.wall_s, "", "goal: 1.5 in one of the two"),
+        Figure("  CPU seconds from the first request", goal.cpu_s, "s"),
+        Figure("  TRL + vLLM to it", TRL_CPU_S / goal.cpu_s, ""),
+        Figure("  TRL + vLLM to it, evaluation's share left out", TRL_CPU_S / (goal.cpu_s * (1 - goal.evaluation_share)), ""),
+    ]
 
 
-def print_goal(goal: ToGoal | None, record: RunRecord, command: float | None) -> None:
-    if goal is None:
-        print(f"held-out reward never reached {GOAL}")
-        return
-    print(f"\nto a held-out reward of {GOAL} (step {goal.step}); goal: a ratio of 1.5 in one of the two")
-    print(f"{'':<46} {'prl':>10} {'TRL + vLLM':>12} {'ratio':>10}")
-    compare("wall seconds from the first request", goal.wall_s, TRL_WALL_S)
-    compare("CPU seconds from the first request", goal.cpu_s, TRL_CPU_S)
-    if goal.cpu_s is not None:
-        without = goal.cpu_s * (1 - goal.evaluation_share)
-        compare("  without evaluation, by its share of rollouts", without, TRL_CPU_S)
-    if command is not None:
-        start = float(record.steps.time[np.flatnonzero(record.steps.step == goal.step)[0]]) - command
-        row("wall seconds from the command, start included", start, "s")
+def first(*times: float | None) -> float:
+    """The first that is known."""
+    return next((time for time in times if time is not None), np.nan)
 
 
-def compare(words: str, own: float | None, other: float) -> None:
-    text = f"{'n/a':>10}" if own is None else f"{own:10.1f}"
-    ratio = "" if own is None else f"{other / own:10.2f}"
-    print(f"{words:<46} {text} {other:12.1f} {ratio}")
-
-
-def largest_ms(spread: Spread | None) -> float | None:
-    return None if spread is None else 1000 * spread.max
+def in_ms(words: str, spread: Spread | None, remark: str = "") -> list[Figure]:
+    p50, p95, largest = (np.nan,) * 3 if spread is None else (1000 * value for value in dataclasses.astuple(spread))
+    return [
+        Figure(f"{words}, p50", p50, "ms"),
+        Figure("  p95", p95, "ms"),
+        Figure("  largest", largest, "ms", remark),
+    ]
 
 
 def phase_time(record: RunRecord, name: str) -> float | None:
     return min((phase.time for phase in record.phases if phase.name == name), default=None)
 
 
-def to_goal(record: RunRecord, first_request: float) -> ToGoal | None:
+def to_goal(record: RunRecord, first_request: float) -> ToGoal:
     """The clock stops when the version was trained: its evaluation is not counted, but others ran in between."""
     for table in record.evaluations.values():
         reached = np.flatnonzero(table.column(names.EVAL_REWARD_MEAN) >= GOAL)
@@ -165,13 +179,13 @@ def to_goal(record: RunRecord, first_request: float) -> ToGoal | None:
             sampled = float(np.nansum(record.steps.column(names.ROLLOUTS)[trained]))
             share = evaluated / (evaluated + sampled) if sampled else 0.0
             return ToGoal(int(step), end - first_request, cpu_between(record, first_request, end), share)
-    return None
+    return ToGoal(None, np.nan, np.nan, np.nan)
 
 
-def cpu_between(record: RunRecord, began: float, ended: float) -> float | None:
-    """Processor seconds of all processes, interpolated between the recorded times. None where one recorded only its end."""
+def cpu_between(record: RunRecord, began: float, ended: float) -> float:
+    """Processor seconds of all processes, interpolated between the recorded times. NaN where one recorded only its end."""
     if not record.usage or any(len(series.time) < 3 for series in record.usage):
-        return None
+        return np.nan
     both = [np.interp([began, ended], series.time, series.cpu_s) for series in record.usage]
     return float(sum(after - before for before, after in both))
 
@@ -206,9 +220,9 @@ def print_actors() -> None:
         submit.send_signal(signal.SIGINT)
         submit.wait(120)
     print("\nactors against a bare load generator, same vLLM, same requests, trainers stopped")
-    row("actors", actors, "rollouts/s", "leased, rewarded, published")
-    row("bare load generator", bare, "rollouts/s", "replies read, not decoded")
-    row("ratio", actors / bare, "", "goal: 0.8 or more")
+    print(f"{'actors, leased, rewarded, published':<52} {actors:8.2f} rollouts/s")
+    print(f"{'bare load generator, replies read, not decoded':<52} {bare:8.2f} rollouts/s")
+    print(f"{'ratio':<52} {actors / bare:8.2f} (goal: 0.8 or more)")
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: str, process: subprocess.Popen[bytes]) -> None:
