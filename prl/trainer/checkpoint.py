@@ -1,5 +1,5 @@
-"""Checkpoints of the trainer in Megatron's torch_dist form: model, optimizer, step and the digest of the reference, if there
-is one, for any split over tensor, pipeline, expert and data parallelism.
+"""Checkpoints of the trainer in Megatron's torch_dist form: model, optimizer, proximal policy (if there is one), step and the
+digest of the reference (likewise), for any split over tensor, pipeline, expert and data parallelism.
 
 A checkpoint folder, step_000100, holds them in `trainer/`; the orchestrator's manifest beside it makes it count. A save begins
 with a copy in the host's memory, from which a thread writes the files while training goes on; Megatron's own asynchronous
@@ -9,7 +9,7 @@ writer is a forked process, which has more ways to go wrong beside threads, sock
 import queue
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,8 +32,10 @@ from prl.runfolder.publish import in_words
 from prl.trainer.engine import Engine
 from prl.trainer.hf_folder import replace_folder, sync
 from prl.trainer.parallel import Channel
+from prl.trainer.reference import ProximalPolicy
 
 _PART = "trainer"
+_PROXIMAL = "proximal."  # before the names of the proximal policy's tensors
 _MUST_MATCH = ("dtype", "distributed_optimizer", "lora_rank")  # that a checkpoint depends on
 T = TypeVar("T")
 
@@ -148,9 +150,14 @@ def load_checkpoint(engine: Engine, folder: Path) -> int:
     count = int(facts["count"])
     if count:
         _allocate(engine)
-    state = dist_checkpointing.load(_sharded(engine, is_loading=True, optimizer=count > 0), str(part))
-    for key, gpt in _keyed(engine):
+    proximal = engine.proximal if facts.get("proximal") else None
+    state = dist_checkpointing.load(_sharded(engine, proximal, is_loading=True, optimizer=count > 0), str(part))
+    for key, gpt in _keyed(engine.gpts):
         gpt.load_state_dict(state[key])
+    if proximal:
+        for key, gpt in _keyed(proximal.gpts, _PROXIMAL):
+            gpt.load_state_dict({name.removeprefix(_PROXIMAL): value for name, value in state[key].items()})
+        proximal.known = True
     if count:
         _set_count(engine, state["optimizer"], count)
         engine.optimizer.load_state_dict(state["optimizer"])
@@ -182,17 +189,20 @@ def _check_fit(engine: Engine, facts: dict[str, Any], folder: Path) -> None:
 def _state(engine: Engine, channel: Channel, step: int) -> dict[str, Any]:
     # No rank has an optimizer's state before the first step, which every step so far may have failed to be.
     count = max(channel.gather(_count(engine)))
-    facts = {"step": step, "count": count, "reference": _reference(engine)}
+    proximal = engine.proximal if engine.proximal and engine.proximal.known else None
+    facts = {"step": step, "count": count, "reference": _reference(engine), "proximal": proximal is not None}
     facts |= {key: getattr(engine.options, key) for key in _MUST_MATCH}
-    return {"facts": facts, **_sharded(engine, is_loading=False, optimizer=count > 0)}
+    return {"facts": facts, **_sharded(engine, proximal, is_loading=False, optimizer=count > 0)}
 
 
-def _sharded(engine: Engine, *, is_loading: bool, optimizer: bool) -> dict[str, Any]:
-    """Model and optimizer, or where they are to be put."""
+def _sharded(engine: Engine, proximal: ProximalPolicy | None, *, is_loading: bool, optimizer: bool) -> dict[str, Any]:
+    """Model, optimizer and proximal policy, or where they are to be put."""
     content = _content()
-    state: dict[str, Any] = {key: gpt.sharded_state_dict(metadata=content) for key, gpt in _keyed(engine)}
+    state: dict[str, Any] = {key: gpt.sharded_state_dict(metadata=content) for key, gpt in _keyed(engine.gpts)}
     if optimizer:
         state["optimizer"] = _local(engine.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=content))
+    for key, gpt in _keyed(proximal.gpts, _PROXIMAL) if proximal else ():
+        state[key] = gpt.sharded_state_dict(prefix=_PROXIMAL, metadata=content)
     return state
 
 
@@ -234,9 +244,9 @@ def _content() -> dict[str, Any]:
     }
 
 
-def _keyed(engine: Engine) -> list[tuple[str, GPTModel]]:
+def _keyed(gpts: Sequence[GPTModel], prefix: str = "model") -> list[tuple[str, GPTModel]]:
     """This rank's chunks by their keys in the state."""
-    return [(f"model{number}", gpt) for number, gpt in enumerate(engine.gpts)]
+    return [(f"{prefix}{number}", gpt) for number, gpt in enumerate(gpts)]
 
 
 def _optimizer_states(engine: Engine) -> list[dict[str, Any]]:
@@ -261,6 +271,7 @@ def _live_storages(engine: Engine) -> set[int]:
     """Addresses of all that a step changes."""
     tensors = chain(
         *((*gpt.parameters(), *gpt.buffers()) for gpt in engine.gpts),
+        *(gpt.parameters() for gpt in (engine.proximal.gpts if engine.proximal else ())),
         *(group["params"] for group in engine.optimizer.param_groups),
         *(kept.values() for kept in _optimizer_states(engine)),
     )

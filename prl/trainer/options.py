@@ -101,8 +101,9 @@ class TrainOptions:
     proximal: Annotated[
         Literal["interpolated", "previous"] | None,
         "policy that limits a step (decoupled_ppo); interpolated: that of one step before as estimated from the trainer's and "
-        "the sampler's; previous: that itself, of which each trainer rank keeps a copy (dtype's 2 or 4 bytes a parameter and "
-        "one more forward pass), and in the first step after a start or resume the trainer's own; null: interpolated",
+        "the sampler's; previous: that itself, of which each trainer rank and each checkpoint keeps a copy (dtype's 2 or 4 "
+        "bytes a parameter and one more forward pass); in a run's first step, and in the first one after a resume from a "
+        "checkpoint without it, the trainer's own; null: interpolated",
     ] = None
     token_mask_low: Annotated[
         float | None, "tokens with a smaller ratio of trainer to sampler do not train; null: no such bound", AtLeast(0)

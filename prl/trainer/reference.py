@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from prl.config.hf_config import ModelConfig
@@ -14,7 +15,7 @@ from prl.trainer.batch import Batch
 from prl.trainer.head import hidden_states, token_logprobs
 from prl.trainer.lora import is_adapter, merged
 from prl.trainer.mapping import export_weights, load_weights
-from prl.trainer.model import build_model
+from prl.trainer.model import build_model, unwrap
 from prl.trainer.options import TrainOptions
 from prl.trainer.pipeline import LossOf, run_schedule
 from prl.trainer.table import Sliced
@@ -27,6 +28,10 @@ class FrozenPolicy:
     options: TrainOptions
     chunks: list[torch.nn.Module]
     spent_s: float = 0.0  # computing log-probs, so far
+
+    @property
+    def gpts(self) -> list[GPTModel]:
+        return [unwrap(chunk) for chunk in self.chunks]
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -55,7 +60,7 @@ class Reference(FrozenPolicy):
 
 @dataclass(kw_only=True)
 class ProximalPolicy(FrozenPolicy):
-    known: bool = False  # not before a first step of this process
+    known: bool = False  # not before a run's first step
 
     @torch.no_grad()
     def take(self, chunks: Sequence[torch.nn.Module]) -> None:

@@ -24,10 +24,15 @@ from prl.trainer.options import TrainOptions
 
 PLAIN = TrainOptions(learning_rate=1e-3, clip_grad=1.0, weight_decay=0.01, warmup_steps=5)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+DENSE = model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True})
 MODELS = {
-    "dense": model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True}),
+    "dense": DENSE,
+    "proximal": DENSE,
     "experts": model_config(BASE | EXPERTS | {"model_type": "qwen3_moe", "tie_word_embeddings": False, "num_hidden_layers": 2}),
 }
+# Bounds so near to the policy before that they hold often: it decides the loss.
+RECENT = replace(PLAIN, loss="decoupled_ppo", clip_low=1e-3, clip_high=1e-3, proximal="previous")
+OPTIONS = {"dense": PLAIN, "proximal": RECENT, "experts": PLAIN}
 # Of two ranks; those whose names end alike have optimizers of one kind, and may go on from each other's checkpoints.
 SHARED = {"distributed_optimizer": True}
 STAGES = {"pipeline_parallel": 2}
@@ -40,6 +45,10 @@ LAYOUTS = {
         "tensor_shared": SHARED | {"tensor_parallel": 2},
         "stages_shared": SHARED | STAGES,
         "data_shared": SHARED,
+    },
+    "proximal": {
+        "tensor": {"tensor_parallel": 2},
+        "turns": STAGES | {"virtual_pipeline": 2},
     },
     "experts": {
         "experts": {"expert_parallel": 2},
@@ -124,13 +133,13 @@ def main(folder: Path) -> None:
     def layouts() -> None:
         for model, splits in LAYOUTS.items():
             for layout, split in splits.items():
-                options = replace(PLAIN, **split)
+                options = replace(OPTIONS[model], **split)
                 relayout(options)
                 save_in(model, layout, options)
                 if model == "dense" and layout in ("stages", "data"):
                     skipped(layout, options)
             for layout, split in splits.items():
-                options = replace(PLAIN, **split)
+                options = replace(OPTIONS[model], **split)
                 relayout(options)
                 for saved in origins(model, layout):
                     resume_in(model, layout, options, *saved)
@@ -149,6 +158,7 @@ def main(folder: Path) -> None:
             ("float32", PLAIN),
             ("bfloat16", replace(PLAIN, dtype="bfloat16")),
             ("shared", replace(PLAIN, **SHARED)),
+            ("proximal", RECENT),
         ):
             engine = engine_of(options)
             steps(engine, 1, 2)
@@ -169,6 +179,22 @@ def main(folder: Path) -> None:
             fresh = engine_of(options)
             load_checkpoint(fresh, path)
             report(f"copied_{name}", {"went_on": went_on, "resumed": steps(fresh, 3, 4), "early": np.array(done_early)})
+
+    def with_and_without_proximal() -> None:
+        """A checkpoint without the policy before for a run that asks for it, and one with it for a run that does not."""
+        found = {}
+        for name, options, saved in (("asked", RECENT, "dense"), ("unasked", PLAIN, "proximal")):
+            engine = engine_of(options)
+            load_checkpoint(engine, results / saved / "one")
+            found[name] = steps(engine, 3, 4)
+        # Steps of a policy that is its own predecessor: what the first one has to be, and what another would not be.
+        for name, saved in (("own", "dense"), ("own_instead", "proximal")):
+            engine = engine_of(RECENT)
+            load_checkpoint(engine, results / saved / "one")
+            assert engine.proximal is not None
+            engine.proximal.take(engine.chunks)
+            found[name] = steps(engine, 3, 4)
+        report("other_proximal", found)
 
     def skipped(layout: str, split: TrainOptions) -> None:
         """A step without a finite gradient, among others and as the first one; each followed by a save."""
@@ -289,10 +315,13 @@ def main(folder: Path) -> None:
         report("interrupted", {key: np.array(value) for key, value in ends.items()})
 
     if ranks == 1:
-        for model in MODELS:
-            save_in(model, "one", PLAIN)
-            save_in(model, "one_shared", replace(PLAIN, **SHARED))
-        resume_in("dense", "one", PLAIN, 1, "one")
+        for model, options in OPTIONS.items():
+            save_in(model, "one", options)
+            if "data_shared" in LAYOUTS[model]:
+                save_in(model, "one_shared", replace(options, **SHARED))
+        for model in ("dense", "proximal"):
+            resume_in(model, "one", OPTIONS[model], 1, "one")
+        with_and_without_proximal()
         copies()
         skipped("one", PLAIN)
         other_options()

@@ -32,8 +32,17 @@ def split(saved: Results) -> Results:
     return saved
 
 
-def test_one_rank_goes_on_bit_for_bit(saved):
-    assert np.array_equal(saved[1, "resumed_dense_one_from_1_one"]["steps"], saved[1, "went_on_dense_one"]["steps"])
+@pytest.mark.parametrize("model", ["dense", "proximal"])
+def test_one_rank_goes_on_bit_for_bit(saved, model):
+    assert np.array_equal(saved[1, f"resumed_{model}_one_from_1_one"]["steps"], saved[1, f"went_on_{model}_one"]["steps"])
+
+
+def test_a_checkpoint_may_have_a_proximal_policy_that_is_not_asked_for_or_lack_one_that_is(saved):
+    found = saved[1, "other_proximal"]
+    np.testing.assert_allclose(found["asked"], found["own"], rtol=1e-6)
+    assert np.isfinite(found["unasked"]).all()
+    went_on = saved[1, "went_on_proximal_one"]["steps"]
+    assert abs(found["own_instead"][0, 1] / went_on[0, 1] - 1) > 0.01  # so that the tests above see whether it is there
 
 
 @pytest.mark.slow
@@ -59,7 +68,7 @@ def test_what_the_optimizers_state_depends_on_must_be_as_it_was(split):
     assert re.search(r"train\.dtype = bfloat16: it was float32 when .*data was written.* set it as it was", str(found["dtype"]))
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "shared"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "shared", "proximal"])
 def test_what_is_trained_while_a_checkpoint_is_written_is_not_in_it(saved, name):
     found = saved[1, f"copied_{name}"]
     assert not found["early"]
