@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Run:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     again: list[int] = field(default_factory=list)  # steps that were trained once more, with the same metrics
     saved: list[int] = field(default_factory=list)  # steps whose checkpoints count
+    alarms: dict[int, str] = field(default_factory=dict)  # and of those that failed, the words
     failures: list[str] = field(default_factory=list)
 
 
@@ -81,19 +82,26 @@ def new_run(path: Path, model: Path, train: TrainOptions = TRAIN) -> RunFolder:
 
 
 async def attempt(
-    run: Run, *, stop_after: int = STEPS, holds: int = 0, dies: Callable[[str, int], bool] = lambda call, step: False
+    run: Run,
+    *,
+    stop_after: int = STEPS,
+    holds: int = 0,
+    dies: Callable[[str, int], bool] = lambda call, step: False,
+    disturb: Callable[[str, int, Sequence[int]], None] = lambda call, step, pids: None,
 ) -> int:
     """From the newest checkpoint to the step after which it is to stop, or to the call at which all ranks are killed; the
-    first rank's exit code. Step `holds` is not to be had before the checkpoint of the one before counts."""
+    first rank's exit code. Step `holds` is not to be had before the checkpoint of the one before counts. `disturb` hears of
+    each call before it is answered, with the ranks' process ids."""
     processes: list[asyncio.subprocess.Process] = []
 
-    def kill(call: str, step: int) -> None:
+    def heard(call: str, step: int) -> None:
+        disturb(call, step, [process.pid for process in processes])
         if dies(call, step):
             for process in processes:
                 process.kill()
 
     async def next_step(member, body):
-        kill("next_step", body["step"])
+        heard("next_step", body["step"])
         if body["step"] == holds and holds - 1 not in run.saved:  # checkpoints count also while the trainer waits
             await asyncio.sleep(0.1)
             return {"file": None, "stop": False}
@@ -101,7 +109,7 @@ async def attempt(
 
     async def trained(member, body):
         step, metrics = body["step"], body["metrics"]
-        kill("trained", step)
+        heard("trained", step)
         if step in run.metrics:
             run.again.append(step)
             for name in ("train/loss", "train/grad_norm", "train/learning_rate"):
@@ -110,9 +118,14 @@ async def attempt(
         return {"stop": step >= stop_after, "save": step % EVERY == 0}
 
     async def checkpoint(member, body):
-        kill("checkpoint", body["step"])
+        heard("checkpoint", body["step"])
         run.saved.append(body["step"])
         return {"saved": True}
+
+    async def checkpoint_failed(member, body):
+        heard("checkpoint_failed", body["step"])
+        run.alarms[body["step"]] = body["error"]
+        return {}
 
     async def nothing(member, body):
         return {"epoch": 0, "world_size": 1, "send": False}
@@ -122,6 +135,7 @@ async def attempt(
         "next_step": next_step,
         "trained": trained,
         "checkpoint": checkpoint,
+        "checkpoint_failed": checkpoint_failed,
         "exported": nothing,
     }
     server = ControlServer(
