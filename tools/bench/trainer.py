@@ -26,13 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# ruff: noqa: E402 - Megatron is imported after device.install, which gpu_check calls
-import numpy as np
-import torch
-from gpu_check import (
+from trainer_shapes import (  # before all that imports Megatron
     Shape,
     both_passes,
     cut,
@@ -44,6 +40,10 @@ from gpu_check import (
     start_alone,
     whole_logits,
 )
+
+# isort: split
+import numpy as np
+import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 from torch.nn import functional
