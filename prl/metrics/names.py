@@ -22,9 +22,9 @@ train/ (the trainer)
     ratio_mean, ratio_max      of the raw importance ratios, trainer to sampler
     clip_fraction              trained tokens that a bound of the loss limits: 0 to 1
     mask_fraction              trained tokens that a ratio mask keeps out: 0 to 1
-    mismatch_mean, mismatch_max, mismatch_k3
+    mismatch_mean_nats, mismatch_max_nats, mismatch_k3_nats
                                trainer's log-probs less the sampler's: mean of the distance, the worst token's, k3 estimate
-    kl                         k3 estimate of the divergence from the reference, mean over trained tokens
+    kl                         k3 estimate of the divergence from the reference, mean over trained tokens, in nats
     kl_coefficient, entropy_coefficient
                                in this step, where they change
     lag_mean, lag_max          over trained tokens, in optimizer steps

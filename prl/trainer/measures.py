@@ -94,8 +94,8 @@ class Measures:
             "train/clip_fraction": total["clipped"] / count,
             "train/mask_fraction": total["masked"] / count,
             # How far trainer and sampler are apart on the sampled tokens (lag included).
-            "train/mismatch_mean": total["difference"] / count,
-            "train/mismatch_max": largest["difference"],
-            "train/mismatch_k3": total["k3"] / count,
+            "train/mismatch_mean_nats": total["difference"] / count,
+            "train/mismatch_max_nats": largest["difference"],
+            "train/mismatch_k3_nats": total["k3"] / count,
             **{f"{names.LAG_COUNT_PREFIX}{lag}": tokens for lag, tokens in enumerate(self._lags.tolist()) if tokens},
         }

@@ -49,7 +49,7 @@ def test_two_steps_on_gsm8k(tmp_path, questions):
     turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
     assert min(len(turn.prompt_ids) for turn in turns) > 20
     assert max(len(turn.output_ids) for turn in turns) > 10
-    mismatch = [event.values["train/mismatch_mean"] for event in ended.events("step")]
+    mismatch = [event.values["train/mismatch_mean_nats"] for event in ended.events("step")]
     assert mismatch[0] < 1e-4  # step 1 trains on version 0: the trainer's log-probs are the sampler's, in float32
     assert min(event.values["train/grad_norm"] for event in ended.events("step")) > 0
     before, after = (load_file(folder / "model.safetensors") for folder in (MODEL, ended.folder.export))

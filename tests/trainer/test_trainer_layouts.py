@@ -60,7 +60,7 @@ def test_steps_are_those_of_one_rank(results, ranks, model, name):
         np.testing.assert_allclose(found[f"{step}:train/grad_norm"], expected[f"{step}:train/grad_norm"], rtol=1e-4)
     measured = parts(expected, "1:train/")
     assert parts(found, "1:train/").keys() == measured.keys()
-    for key in ("tokens", "entropy", "ess", "kl", "lag_mean", "lag_max", "ratio_max", "mismatch_k3"):
+    for key in ("tokens", "entropy", "ess", "kl", "lag_mean", "lag_max", "ratio_max", "mismatch_k3_nats"):
         np.testing.assert_allclose(found[f"1:train/{key}"], measured[key], rtol=1e-4, atol=1e-7, err_msg=key)
 
 

@@ -77,9 +77,9 @@ def test_measures_of_a_step(alone):
         "ratio_max": ratios.max(),
         "clip_fraction": 0.4,
         "mask_fraction": 0.2,
-        "mismatch_mean": 0.4,
-        "mismatch_max": 1.0,
-        "mismatch_k3": (ratios - np.log(ratios) - 1).mean(),
+        "mismatch_mean_nats": 0.4,
+        "mismatch_max_nats": 1.0,
+        "mismatch_k3_nats": (ratios - np.log(ratios) - 1).mean(),
         "kl": kl.mean(),
         "lag_mean": 77 / 5,
         "lag_max": 70,
@@ -97,7 +97,7 @@ def test_one_infinite_ratio_leaves_everything_finite(alone):
     found = measured(alone, TrainOptions(), old)
     assert np.isfinite(list(found.values())).all()
     assert found["train/ess"] == pytest.approx(1 / 5)
-    assert found["train/mismatch_max"] == 300
+    assert found["train/mismatch_max_nats"] == 300
     assert found["train/clip_fraction"] == pytest.approx(1 / 5)
 
 
