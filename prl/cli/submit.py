@@ -208,7 +208,8 @@ def _check_memory(config: Config, split: Split) -> None:
     if memory.total > room_gib * 2**30:
         raise ConfigError(
             f"cluster.gpu_memory_gib = {room_gib}: a trainer rank needs about {memory.total / 2**30:.1f}; raise "
-            f"train.tensor_parallel or train.pipeline_parallel, set train.distributed_optimizer or train.recompute, or lower "
+            f"train.tensor_parallel or train.pipeline_parallel, set train.distributed_optimizer, train.optimizer_offload or "
+            f"train.recompute, or lower "
             f"preprocess.pack_tokens; --dry-run shows the parts"
         )
 

@@ -3,7 +3,7 @@
 Parameters, gradients and the optimizer's state are counted as Megatron keeps them: parameters in train.dtype, gradients in
 float32, AdamW's two moments in float32 and, where the parameters are in bfloat16, a float32 copy of them. The distributed
 optimizer splits moments and copy over the ranks that hold the same parameters (ZeRO stage 1, Rajbhandari et al. 2020,
-arXiv 1910.02054).
+arXiv 1910.02054). With train.optimizer_offload all that is in the host's memory, and the gradient once more.
 
 Activations follow Korthikanti et al. 2022, arXiv 2205.05198, section 4, with what this model keeps: per token and layer four
 times the width (both norms' inputs and outputs), queries, keys and values before and after the rotary embedding with the
@@ -38,6 +38,7 @@ class RankMemory:
     activations: int
     logits: int
     sending: int  # between steps, in the place of the two above
+    on_the_host: int = 0  # beside all these, in another memory
 
     @property
     def total(self) -> int:
@@ -104,11 +105,12 @@ def rank_memory(
     return RankMemory(
         parameters=(held.all + adapters) * each,
         gradients=trained.all * _FLOAT32,
-        optimizer=(shared + experts) * state,
+        optimizer=0 if train.optimizer_offload else (shared + experts) * state,
         frozen_copies=held.all * each * ((train.reference == "initial") + (train.proximal == "previous")),
         activations=(_activations(model, train, layout, tokens, stage) + merged) * each,
         logits=last * 3 * min(train.head_chunk_mib * 2**20, tokens * columns * _FLOAT32),
         sending=sent_bytes if stage == 0 else 0,
+        on_the_host=(shared + experts) * (state + _FLOAT32) if train.optimizer_offload else 0,
     )
 
 

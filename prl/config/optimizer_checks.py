@@ -1,4 +1,4 @@
-"""Checks of the learning rate's schedule, and of which checkpoints are kept."""
+"""Checks of the learning rate's schedule, of where the optimizer's state is, and of which checkpoints are kept."""
 
 from collections.abc import Iterator
 
@@ -21,6 +21,15 @@ def optimizer_problems(config: Config) -> Iterator[str]:
             f"train.min_learning_rate = {train.min_learning_rate}: is above train.learning_rate = {train.learning_rate}, from "
             f"which the rate falls; lower it"
         )
+    if train.optimizer_offload:
+        key = "train.optimizer_offload = true"
+        if not config.cluster.gpus_per_node:
+            yield f"{key}: without accelerators the optimizer is in the host's memory already; leave it out"
+        elif not train.distributed_optimizer or train.dtype != "bfloat16":
+            yield (
+                f"{key}: Megatron moves the state of its distributed optimizer alone, and that of bfloat16 parameters; set "
+                f"train.distributed_optimizer: true and train.dtype: bfloat16"
+            )
     if train.checkpoint_keep_every_steps and train.checkpoint_keep_last is None:
         yield (
             f"train.checkpoint_keep_every_steps = {train.checkpoint_keep_every_steps}: all checkpoints are kept; set "

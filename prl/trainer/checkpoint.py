@@ -162,8 +162,11 @@ def load_checkpoint(engine: Engine, folder: Path) -> int:
         _set_count(engine, state["optimizer"], count)
         engine.optimizer.load_state_dict(state["optimizer"])
         for kept in _optimizer_states(engine):
-            if isinstance(kept.get("step"), torch.Tensor):
-                kept["step"] = kept["step"].clone()  # else all parameters share one count, which rises with each of them
+            # Else all parameters share one count, which rises with each of them; and what the host's memory has, where the
+            # optimizer is there, are slices that keep all of what was read.
+            for key in kept if engine.options.optimizer_offload else kept.keys() & {"step"}:
+                if isinstance(kept[key], torch.Tensor):
+                    kept[key] = kept[key].clone()
     else:
         engine.optimizer.reload_model_params()
     return int(facts["step"])
@@ -257,7 +260,7 @@ def _optimizer_states(engine: Engine) -> list[dict[str, Any]]:
 
 def _allocate(engine: Engine) -> None:
     """torch's AdamW in a distributed optimizer has to have its state before Megatron can load it."""
-    if engine.options.distributed_optimizer and not HAVE_APEX_OR_TE:
+    if engine.options.distributed_optimizer and (engine.options.optimizer_offload or not HAVE_APEX_OR_TE):
         for optimizer in engine.optimizer.chained_optimizers:
             optimizer._init_optimizer_states_with_dummy_values()
 

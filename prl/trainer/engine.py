@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,7 @@ def build_engine(
             params_dtype=DTYPES[options.dtype],
             bf16=options.dtype == "bfloat16",
             use_distributed_optimizer=options.distributed_optimizer,
+            **_offload(options),
         ),
         list(chunks),
     )
@@ -82,9 +84,26 @@ def optimizer_step(engine: Engine, step: int) -> tuple[float, bool]:
         return norm, False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if options.clip_grad and parameters:
-        clip_grad_by_total_norm_fp32(parameters, max_norm=options.clip_grad, total_norm=norm)
+        clip_grad_by_total_norm_fp32(
+            parameters, max_norm=options.clip_grad, total_norm=norm, use_decoupled_grad=options.optimizer_offload
+        )
     optimizer.step_with_ready_grads()
     return norm, True
+
+
+def _offload(options: TrainOptions) -> dict[str, Any]:
+    """Megatron's optimizer that has its state in the host's memory and is computed there. It keeps the float32 copies of the
+    parameters itself, which Megatron leaves to "precision-aware" optimizers alone. (All or nothing: of a share, what stays on
+    the accelerator would be moved, or miscounted, when a checkpoint is loaded.)"""
+    if not options.optimizer_offload:
+        return {}
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 1.0,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+        "use_precision_aware_optimizer": True,
+        "store_param_remainders": False,
+    }
 
 
 def _set_schedule(engine: Engine, step: int) -> None:

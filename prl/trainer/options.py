@@ -48,6 +48,12 @@ class TrainOptions:
     distributed_optimizer: Annotated[
         bool, "split the optimizer's state over the data-parallel ranks instead of keeping all of it on each"
     ] = False
+    optimizer_offload: Annotated[
+        bool,
+        "keep the optimizer's state and its float32 copy of the parameters in the host's memory, where its processors update "
+        "them: 12 bytes a parameter less on the accelerator, 16 more on the host; for accelerators, with distributed_optimizer "
+        "and dtype: bfloat16",
+    ] = False
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the trained parameters (the optimizer's are float32)"] = (
         "float32"
     )

@@ -123,6 +123,11 @@ def test_bytes_of_a_parameter():
     assert (full.parameters, full.gradients, full.optimizer, full.frozen_copies) == (4 * count, 4 * count, 8 * count, 4 * count)
     shared = rank_memory(QWEN_7B, train(dtype="bfloat16", distributed_optimizer=True), 4, 1024, 0)
     assert shared.optimizer == 3 * count
+    options = train(dtype="bfloat16", distributed_optimizer=True, optimizer_offload=True)
+    offloaded = rank_memory(QWEN_7B, options, 4, 1024, 0)  # with the gradient on the host
+    assert (offloaded.optimizer, offloaded.on_the_host, offloaded.gradients) == (0, 4 * count, 4 * count)
+    assert offloaded.total == shared.total - 3 * count
+    assert "on the host 28.4 GiB" in describe_memory(QWEN_7B, options, 4, 1024)
 
 
 def test_experts_are_copied_on_fewer_ranks_than_the_rest():

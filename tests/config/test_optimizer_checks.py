@@ -7,8 +7,8 @@ from prl.config.optimizer_checks import optimizer_problems
 from prl.config.schema import Config
 
 
-def problems(steps=100, **options):
-    return list(optimizer_problems(replace(Config(), run={"steps": steps}, train=options)))
+def problems(steps=100, gpus=0, **options):
+    return list(optimizer_problems(replace(Config(), run={"steps": steps}, cluster={"gpus_per_node": gpus}, train=options)))
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,16 @@ def test_what_does_not_go_together_is_told(options, words):
     found = problems(**options)
     assert len(found) == 1
     assert found[0].startswith(words)
+
+
+def test_the_optimizer_goes_to_the_host_from_accelerators_in_one_form():
+    options = {"optimizer_offload": True, "distributed_optimizer": True, "dtype": "bfloat16"}
+    assert problems(gpus=8, **options) == []
+    (words,) = problems(**options)
+    assert words.startswith("train.optimizer_offload = true: without accelerators")
+    for other in ({"distributed_optimizer": False}, {"dtype": "float32"}):
+        (words,) = problems(gpus=8, **options | other)
+        assert "train.distributed_optimizer: true and train.dtype: bfloat16" in words
 
 
 def test_what_goes_together_is_taken():
