@@ -217,16 +217,20 @@ def _run(config: Config) -> Iterator[str]:
         )
     if run.stop_at_reward is not None and not run.evaluate_every_steps:
         yield f"run.stop_at_reward = {run.stop_at_reward}: needs evaluations; set run.evaluate_every_steps, or null here"
-    if run.rollouts_per_group == 1:
+    compared = config.preprocess.advantage != "reward"
+    if run.rollouts_per_group == 1 and compared:
         yield (
             f"run.rollouts_per_group = 1: preprocess.advantage = {config.preprocess.advantage} compares the rollouts of a "
             f"group, so that one alone has no advantage and nothing is learned; set at least 2"
         )
-    fewest = run.min_rollouts_per_group
-    if fewest is not None and not 2 <= fewest <= run.rollouts_per_group:
+    elif run.rollouts_per_group == 1 and config.preprocess.drop_equal_groups:
+        yield "preprocess.drop_equal_groups = true: with run.rollouts_per_group = 1 no group would be left; set false"
+    fewest, least = run.min_rollouts_per_group, 2 if compared else 1
+    if fewest is not None and not least <= fewest <= run.rollouts_per_group:
+        why = "rollouts are compared with each other; " if compared else ""
         yield (
-            f"run.min_rollouts_per_group = {fewest}: rollouts are compared with each other; set 2 to run.rollouts_per_group = "
-            f"{run.rollouts_per_group}, or null"
+            f"run.min_rollouts_per_group = {fewest}: {why}set {least} to run.rollouts_per_group = {run.rollouts_per_group}, or "
+            f"null"
         )
     if run.group_deadline_s is not None and run.group_deadline_s <= config.actor.rollout_s:
         yield (

@@ -1,7 +1,7 @@
 """Advantages from rewards alone: of one group (`GROUP_ADVANTAGES`), or of all groups of a step (`step_advantages`).
 
-r: rewards, n: how many (a partial group has fewer), mean and std (divided by n) over them. Whatever the estimator, the
-advantages of a group add up to 0, and all are 0 for a single rollout and where all rewards are equal.
+r: rewards, n: how many (a partial group has fewer), mean and std (divided by n) over them. Whatever the estimator (but for
+`reward`), the advantages of a group add up to 0, and all are 0 for a single rollout and where all rewards are equal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +53,11 @@ def maxrl(rewards: npt.NDArray[Any]) -> Float64:
     return advantages
 
 
+def reward(rewards: npt.NDArray[Any]) -> Float64:
+    """A_i = r_i (REINFORCE without a baseline, Williams 1992). With a value head the trainer makes advantages of it."""
+    return np.asarray(rewards, np.float64)
+
+
 def batch_normalised(groups: Sequence[npt.NDArray[Any]]) -> list[Float64]:
     """A_i = (r_i - mean of its group) / (s + 1e-6), s being the standard deviation of all r - mean of the step
     (REINFORCE++-baseline, Hu et al., arXiv 2501.03262; here every reward counts once in s, however long its answer)."""
@@ -66,6 +71,7 @@ GROUP_ADVANTAGES: Mapping[str, Callable[[npt.NDArray[Any]], Float64]] = {
     "group_mean": group_mean,
     "group_std": group_std,
     "maxrl": maxrl,
+    "reward": reward,
 }
 
 

@@ -9,10 +9,11 @@ from prl.config.bounds import AtLeast
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions:
     advantage: Annotated[
-        Literal["leave_one_out", "group_mean", "group_std", "maxrl", "batch_normalised"],
+        Literal["leave_one_out", "group_mean", "group_std", "maxrl", "batch_normalised", "reward"],
         "leave_one_out (RLOO): reward minus the mean of the group's others; group_mean: reward - group mean; group_std (GRPO): "
         "(reward - group mean) / (group std + 1e-6); maxrl: (reward - group mean) / group mean, for rewards of 0 or more; "
-        "batch_normalised: (reward - group mean) / (std of that over the step + 1e-6)",
+        "batch_normalised: (reward - group mean) / (std of that over the step + 1e-6); reward: the reward itself, without "
+        "comparison (what train.value_head needs)",
     ] = "group_std"
     baseline: Annotated[
         Literal["rollout", "turn"],

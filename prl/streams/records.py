@@ -81,7 +81,7 @@ class MicroBatch:
     positions: Int32  # [T], from 0 in each sequence
     boundaries: Int32  # [S + 1], sequence s is [boundaries[s], boundaries[s + 1])
     loss_weights: Float32  # [T], before the division by the step's denominator
-    advantages: Float32  # [T]
+    advantages: Float32  # [T]; of preprocess.advantage: reward the rollout's reward
     old_logprobs: Float32  # [T], the sampler's
     reference_logprobs: Float32 | None  # [T]
     lags: Int32  # [T], -1 where nothing is trained

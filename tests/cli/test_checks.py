@@ -61,6 +61,15 @@ def test_a_good_configuration_has_neither_problems_nor_warnings(good):
     assert check(good, memory_bytes=16 * GIB) == []
 
 
+def test_rewards_that_are_not_compared_need_no_others(good):
+    alone = replace(good, run={"rollouts_per_group": 1, "min_rollouts_per_group": 1}, preprocess={"advantage": "reward"})
+    assert check(alone, memory_bytes=16 * GIB) == []
+    (line,) = problems(replace(alone, preprocess={"drop_equal_groups": True}))
+    assert line.startswith("preprocess.drop_equal_groups = true: with run.rollouts_per_group = 1 no group would be left")
+    (line,) = problems(replace(alone, run={"min_rollouts_per_group": 2}))
+    assert line.startswith("run.min_rollouts_per_group = 2: set 1 to run.rollouts_per_group = 1, or null")
+
+
 @pytest.mark.parametrize(
     ("section", "keys", "words"),
     [

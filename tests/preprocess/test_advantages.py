@@ -11,6 +11,7 @@ from prl.preprocess.advantages import (
     group_std,
     leave_one_out,
     maxrl,
+    reward,
     step_advantages,
 )
 
@@ -44,6 +45,12 @@ def test_maxrl():
         maxrl(np.array([1.0, -1.0]))
 
 
+def test_reward():
+    np.testing.assert_array_equal(reward(np.array([0.5, -1.0, 0.5])), [0.5, -1, 0.5])
+    (found,) = step_advantages([rewards_of([4.0, 1.0], [1, 3])], "reward", "rollout")
+    np.testing.assert_array_equal(found, [[4, 4, 4], [1, 1, 1]])
+
+
 def test_batch_normalised():
     # distances from the group means: 0.5, -0.5 | 1, 0, -1 | 0; mean 0, mean square (0.25 * 2 + 1 * 2) / 6 = 5/12
     groups = [np.array([1.0, 0.0]), np.array([5.0, 4.0, 3.0]), np.array([7.0])]
@@ -52,7 +59,7 @@ def test_batch_normalised():
         np.testing.assert_allclose(found, np.array(expected) / scale, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*GROUP_ADVANTAGES, "batch_normalised"])
+@pytest.mark.parametrize("name", [*(name for name in GROUP_ADVANTAGES if name != "reward"), "batch_normalised"])
 @pytest.mark.parametrize("baseline", ["rollout", "turn"])
 def test_equal_rewards_and_single_rollouts_have_none(name, baseline):
     for rewards in ([0.3, 0.3, 0.3], [0.7]):
