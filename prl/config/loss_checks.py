@@ -1,10 +1,12 @@
 """What the options of the loss ask for and cannot have, or would not use."""
 
+import dataclasses
 from collections.abc import Iterator
 
 from prl.config.schema import Config
 from prl.trainer.options import LOSS_SETTINGS, TrainOptions
 
+_VALUE_SETTINGS = ("gae_gamma", "gae_lambda", "value_coefficient", "value_stop_gradient", "value_rate_factor")
 _MASKS = ("token_mask_low", "token_mask_high", "sequence_mask_low", "sequence_mask_high")
 
 
@@ -33,11 +35,28 @@ def loss_problems(config: Config) -> Iterator[str]:
             f"train.coefficient_steps = {train.coefficient_steps}: no weight changes; set train.kl_coefficient_end or "
             f"train.entropy_coefficient_end, or null here"
         )
+    yield from _value_problems(config)
     if config.preprocess.denominator_tokens is not None and config.preprocess.token_weight == "sample":
         yield (
             f"preprocess.denominator_tokens = {config.preprocess.denominator_tokens}: with token_weight: sample a rollout "
             f"weighs 1 however long it is; set token_weight: token, or null here"
         )
+
+
+def _value_problems(config: Config) -> Iterator[str]:
+    train, preprocess = config.train, config.preprocess
+    if train.value_head and train.loss == "sft":
+        yield "train.value_head = true: train.loss = sft uses no advantages; set false"
+    elif train.value_head and preprocess.advantage != "reward":
+        yield (
+            f"train.value_head = true: makes advantages of rewards, and preprocess.advantage = {preprocess.advantage} has "
+            f"compared them with each other already; set preprocess.advantage: reward"
+        )
+    for field in () if train.value_head else dataclasses.fields(train):
+        if field.name in _VALUE_SETTINGS and getattr(train, field.name) != field.default:
+            yield f"train.{field.name} = {getattr(train, field.name)}: has no effect without a value head; set train.value_head"
+    if preprocess.advantage == "reward" and preprocess.baseline == "turn":
+        yield "preprocess.baseline = turn: preprocess.advantage = reward compares rewards with nothing; set rollout"
 
 
 def loss_warnings(config: Config) -> Iterator[str]:

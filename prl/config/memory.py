@@ -94,16 +94,17 @@ def rank_memory(
     each = _FLOAT32 if train.dtype == "float32" else 2
     state = 2 * _FLOAT32 + (_FLOAT32 if train.dtype != "float32" else 0)
     adapters = _adapter_parameters(model, layout, train.lora_rank)
-    trained = RankParameters(adapters, 0) if adapters else held
+    last = stage == layout.pipeline - 1
+    new = adapters + model.hidden_size * (train.value_head and last)
+    trained = RankParameters(new, 0) if adapters else RankParameters(held.shared + new, held.experts)
     shared, experts = trained.shared, trained.experts
     if train.distributed_optimizer:
         shared = -(-shared // (ranks // (layout.tensor * layout.pipeline)))
         experts = -(-experts // (ranks // (layout.expert * layout.pipeline)))
     merged = held.all if adapters and train.recompute != "full" else 0  # weights with their adapters, for the backward pass
-    last = stage == layout.pipeline - 1
     columns = model.padded_vocabulary(layout.tensor) // layout.tensor
     return RankMemory(
-        parameters=(held.all + adapters) * each,
+        parameters=(held.all + new) * each,
         gradients=trained.all * _FLOAT32,
         optimizer=0 if train.optimizer_offload else (shared + experts) * state,
         frozen_copies=held.all * each * ((train.reference == "initial") + (train.proximal == "previous")),

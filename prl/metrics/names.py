@@ -14,7 +14,7 @@ scalars     anyone, at any time            any   anything
 
 train/ (the trainer)
     loss                       of the whole step: sum of weight * loss over its denominator, all parts together
-    loss_<part>                its parts: policy, kl, entropy, ratio_penalty, with their coefficients
+    loss_<part>                its parts: policy, kl, entropy, ratio_penalty, value, with their coefficients
     grad_norm                  before clipping
     skipped                    1 where the gradient was not finite, so that the weights stayed as they were, else 0
     entropy                    mean over trained tokens, in nats
@@ -25,6 +25,8 @@ train/ (the trainer)
     mismatch_mean_nats, mismatch_max_nats, mismatch_k3_nats
                                trainer's log-probs less the sampler's: mean of the distance, the worst token's, k3 estimate
     kl                         k3 estimate of the divergence from the reference, mean over trained tokens, in nats
+    value_mean                 of the value head, over trained tokens
+    explained_variance         of the returns by the values: 1 - variance of what is left / variance of the returns; at most 1
     kl_coefficient, entropy_coefficient
                                in this step, where they change
     lag_mean, lag_max          over trained tokens, in optimizer steps

@@ -57,6 +57,11 @@ def replay_problems(config: Config) -> Iterator[str]:
         if any(file.kind == "rollouts" for file in read_reclaimed(run)):
             yield f"run.replay = {run}: rollouts of it were deleted behind its checkpoints (streams.keep: needed)"
         return
+    if config.train.value_head and original.preprocess.advantage != "reward":
+        yield (
+            f"train.value_head = true: needs rewards, and the step files of run.replay = {run} hold advantages "
+            f"(preprocess.advantage = {original.preprocess.advantage}); replay its rollouts (run.replay_from: rollouts)"
+        )
     found = set(find_steps(run.steps))
     if not set(range(1, config.run.steps + 1)) <= found:
         yield _missing(config, found)

@@ -36,7 +36,7 @@ from prl.trainer.reference import ProximalPolicy
 
 _PART = "trainer"
 _PROXIMAL = "proximal."  # before the names of the proximal policy's tensors
-_MUST_MATCH = ("dtype", "distributed_optimizer", "lora_rank")  # that a checkpoint depends on
+_MUST_MATCH = ("dtype", "distributed_optimizer", "lora_rank", "value_head")  # that a checkpoint depends on
 T = TypeVar("T")
 
 
@@ -181,10 +181,10 @@ def _check_fit(engine: Engine, facts: dict[str, Any], folder: Path) -> None:
             f"written: restore the weights in the model's folder, and run.seed and train.dtype as they were"
         )
     for key in _MUST_MATCH:
-        asked = getattr(engine.options, key)
-        if facts[key] != asked:
+        asked, was = getattr(engine.options, key), facts.get(key, False)
+        if was != asked:
             raise ValueError(
-                f"train.{key} = {asked}: it was {facts[key]} when {folder} was written, and the optimizer's state depends on "
+                f"train.{key} = {asked}: it was {was} when {folder} was written, and the optimizer's state depends on "
                 f"it: set it as it was"
             )
 

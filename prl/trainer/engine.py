@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
@@ -63,6 +69,7 @@ def build_engine(
             **_offload(options),
         ),
         list(chunks),
+        _groups(options),
     )
     megatron.finalize_model_grads_func = finalize_model_grads
     megatron.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
@@ -106,11 +113,19 @@ def _offload(options: TrainOptions) -> dict[str, Any]:
     }
 
 
+def _groups(options: TrainOptions) -> dict[ParamKey, dict[str, Any]]:
+    """What parameters are told apart by, for `_set_schedule`: biases and norms do not decay, a value head has its own rate."""
+    groups: dict[ParamKey, dict[str, Any]] = get_standard_config_overrides(OptimizerConfig())
+    if options.value_head:
+        groups[ParamKey(attr="value_head")] = {"lr_mult": options.value_rate_factor}
+    return groups
+
+
 def _set_schedule(engine: Engine, step: int) -> None:
     """All that the optimizer goes by is set anew in every step: a checkpoint brings what an earlier attempt went by."""
     options = engine.options
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate(options, step)
+        group["lr"] = learning_rate(options, step) * group["lr_mult"]
         group["betas"] = (options.beta1, options.beta2)
         group["eps"] = options.epsilon
         group["foreach"] = False  # torch's AdamW over all parameters at once would need the memory of one more copy of them

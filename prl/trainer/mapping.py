@@ -14,6 +14,7 @@ from prl.trainer import device
 from prl.trainer.lora import is_adapter, merged
 from prl.trainer.model import unwrap
 from prl.trainer.table import EMBEDDING, OUTPUT, Entry, Sliced, entries, fill_shard, full_tensors
+from prl.trainer.value_head import is_value_head
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+(?=\.)|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
@@ -61,7 +62,8 @@ def export_weights(
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by Megatron's names, with layers and experts numbered over all pipeline stages and ranks."""
+    """This rank's parameters, but for adapters and value head, by Megatron's names, with layers and experts numbered over all
+    pipeline stages and ranks."""
     found: dict[str, torch.nn.Parameter] = {}
     for chunk in chunks:
         gpt = unwrap(chunk)
@@ -69,7 +71,7 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
         first_expert = experts * parallel_state.get_expert_model_parallel_rank()
         first_layer = gpt.decoder.layers[0].layer_number - 1
         for name, parameter in gpt.named_parameters():
-            if is_adapter(name):
+            if is_adapter(name) or is_value_head(name):
                 continue
             found[_EXPERT.sub(partial(_add, first_expert), _LAYER.sub(partial(_add, first_layer), name))] = parameter
     return found

@@ -13,10 +13,12 @@ from prl.trainer.objective import PARTS, Objective
 
 _SUMS = (
     *("tokens", "entropy", "ratio", "ratio_square", "clipped", "masked", "difference", "k3", "lag", "kl", "compared"),
+    *("value", "return", "return_square", "error", "error_square"),
     *(f"loss_{part}" for part in PARTS),
 )
 _MAXIMA = ("ratio", "difference", "lag")
 _LARGEST_DIFFERENCE = 300.0  # of log-probs, so that the square of a ratio is finite in float64
+_LEAST_VARIANCE = 1e-9  # of returns that are not all equal
 _LAGS = 64  # lags that are counted one by one; the last count has all above
 
 
@@ -28,7 +30,7 @@ class Measures:
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device.device())
         self._lags = torch.zeros(_LAGS, dtype=torch.float64, device=device.device())
         self._parts: tuple[str, ...] = ()
-        self._on_samples = False
+        self._on_samples = self._has_values = False
         self._coefficients: Mapping[str, float] = {}
 
     def add(self, batch: Batch, found: Objective, logprobs: Tensor, entropies: Tensor) -> None:
@@ -41,6 +43,7 @@ class Measures:
         kl, compared = nought, nought
         if batch.reference_logprobs is not None:
             kl, compared = losses.divergence(pi, batch.reference_logprobs[trained]).sum(), trained.sum()
+        values, returns = (nought, nought) if found.value is None else (x.detach()[trained].double() for x in found.value)
         sums = (
             trained.sum(),
             entropies[trained].sum(),
@@ -53,10 +56,11 @@ class Measures:
             lags.sum(),
             kl,
             compared,
+            *(values.sum(), returns.sum(), returns.square().sum(), (returns - values).sum(), (returns - values).square().sum()),
             *(found.parts.get(part, nought).detach() for part in PARTS),
         )
         self._parts = tuple(part for part in PARTS if part in found.parts)
-        self._on_samples = found.on_samples
+        self._on_samples, self._has_values = found.on_samples, found.value is not None
         self._coefficients = found.coefficients
         self._sums += torch.stack([x.double() for x in sums])
         self._lags += torch.bincount(lags.long().clamp(0, _LAGS - 1), minlength=_LAGS)
@@ -82,6 +86,10 @@ class Measures:
         }
         if total["compared"]:  # tokens that a reference has judged
             found["train/kl"] = total["kl"] / total["compared"]
+        if self._has_values:
+            spread, left = (total[f"{x}_square"] / count - (total[x] / count) ** 2 for x in ("return", "error"))
+            found["train/value_mean"] = total["value"] / count
+            found["train/explained_variance"] = 1 - left / spread if spread > _LEAST_VARIANCE else 0.0
         if not self._on_samples:
             return found
         return {

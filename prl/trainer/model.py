@@ -19,6 +19,7 @@ from prl.trainer.lora import add_adapters
 from prl.trainer.options import TrainOptions
 from prl.trainer.rotary import attention_scale, inverse_frequencies
 from prl.trainer.routing import replay_routings
+from prl.trainer.value_head import add_value_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -132,6 +133,8 @@ def _build_chunk(model: ModelConfig, options: TrainOptions, config: TransformerC
         replay_routings(gpt)
     if options.lora_rank:
         add_adapters(gpt, options.lora_rank)
+    if options.value_head and gpt.post_process:
+        add_value_head(gpt)
     gpt.to(device.device())
     return Float16Module(config, gpt) if config.bf16 else gpt
 

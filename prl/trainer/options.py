@@ -111,6 +111,28 @@ class TrainOptions:
         "bytes a parameter and one more forward pass); in a run's first step, and in the first one after a resume from a "
         "checkpoint without it, the trainer's own; null: interpolated",
     ] = None
+    value_head: Annotated[
+        bool,
+        "a linear value head on the model's last hidden states, trained with the model and from 0 on: advantages are those of "
+        "generalized advantage estimation (GAE) with its values; needs preprocess.advantage: reward",
+    ] = False
+    gae_gamma: Annotated[float, "discount of rewards, a token (value_head)", AtLeast(0), AtMost(1)] = 1.0
+    gae_lambda: Annotated[
+        float,
+        "GAE's lambda (value_head): below 1 advantages vary less but have the faults of the values, and a reward at the end "
+        "fades on its way to the first tokens of long answers",
+        AtLeast(0),
+        AtMost(1),
+    ] = 1.0
+    value_coefficient: Annotated[
+        float, "weight of the value loss, half the squared distance of value and return (value_head)", Above(0)
+    ] = 0.5
+    value_stop_gradient: Annotated[
+        bool, "the value loss trains the value head alone and leaves the model as it is (value_head)"
+    ] = False
+    value_rate_factor: Annotated[
+        float, "the value head's learning rate, as a multiple of learning_rate (value_head)", AtLeast(0)
+    ] = 10.0
     token_mask_low: Annotated[
         float | None, "tokens with a smaller ratio of trainer to sampler do not train; null: no such bound", AtLeast(0)
     ] = None

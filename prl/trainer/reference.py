@@ -19,6 +19,7 @@ from prl.trainer.model import build_model, unwrap
 from prl.trainer.options import TrainOptions
 from prl.trainer.pipeline import LossOf, run_schedule
 from prl.trainer.table import Sliced
+from prl.trainer.value_head import is_value_head
 from prl.weights.digest import part, total
 
 
@@ -66,9 +67,9 @@ class ProximalPolicy(FrozenPolicy):
     def take(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Become the policy of these chunks of the trained model, as it is now."""
         for mine, theirs in zip(self.chunks, chunks, strict=True):
-            weights = (merged(parameter) for name, parameter in theirs.named_parameters() if not is_adapter(name))
-            for own, trained in zip(mine.parameters(), weights, strict=True):
-                own.copy_(trained)
+            policy = (p for name, p in theirs.named_parameters() if not (is_adapter(name) or is_value_head(name)))
+            for own, trained in zip(mine.parameters(), policy, strict=True):
+                own.copy_(merged(trained))
         self.known = True
 
 
@@ -86,7 +87,7 @@ def build_proximal(config: ModelConfig, options: TrainOptions) -> ProximalPolicy
 
 
 def _frozen_model(config: ModelConfig, options: TrainOptions) -> list[torch.nn.Module]:
-    chunks = build_model(config, replace(options, lora_rank=0))
+    chunks = build_model(config, replace(options, lora_rank=0, value_head=False))
     for chunk in chunks:
         chunk.requires_grad_(False).eval()
     return chunks

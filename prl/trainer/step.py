@@ -17,10 +17,12 @@ from prl.trainer.efficiency import Stopwatch, efficiency
 from prl.trainer.engine import Engine, optimizer_step
 from prl.trainer.head import hidden_states, token_logprobs
 from prl.trainer.measures import Measures
+from prl.trainer.model import unwrap
 from prl.trainer.objective import objective
 from prl.trainer.parallel import broadcast_json
 from prl.trainer.pipeline import ForwardStep, LossOf, run_schedule
 from prl.trainer.schedule import learning_rate
+from prl.trainer.value_head import token_values
 
 
 def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFacts) -> dict[str, float]:
@@ -103,8 +105,12 @@ def _forward_step(
                 own = replace(own, reference_logprobs=reference_logprobs[number])
             if proximal_logprobs is not None:
                 own = replace(own, proximal_logprobs=proximal_logprobs[number])
-            logprobs, entropies = token_logprobs(model, output, own.targets, engine.config, engine.options)
-            found = objective(own, logprobs, entropies, facts, engine.options)
+            options = engine.options
+            logprobs, entropies = token_logprobs(model, output, own.targets, engine.config, options)
+            values = None
+            if options.value_head:
+                values = token_values(unwrap(model), output, stop_gradient=options.value_stop_gradient)
+            found = objective(own, logprobs, entropies, facts, options, values)
             measures.add(own, found, logprobs.detach(), entropies.detach())
             return found.loss * scale, {}
 

@@ -82,6 +82,9 @@ def test_what_does_not_fit_is_refused(original, capsys):
     assert "run.seed = 2: draws the initial weights" in other
     assert submit.main(["--resume", "original", "--replay", "original"]) == 2
     assert "leave out one of them" in capsys.readouterr().err
+    assert "the step files of run.replay = " in refused(
+        capsys, "--replay", "original", "--set", "train.value_head=true", "preprocess.advantage=reward"
+    )
     assert "name that run too" in refused(capsys, "--replay-rollouts")
 
 

@@ -64,6 +64,23 @@ def test_a_fixed_denominator_is_of_tokens():
     assert line.startswith("preprocess.denominator_tokens = 100: with token_weight: sample a rollout weighs 1")
 
 
+def test_a_value_head_takes_rewards():
+    reward = {"advantage": "reward"}
+    own = {"gae_gamma": 0.9, "gae_lambda": 0.9, "value_coefficient": 1.0, "value_stop_gradient": True, "value_rate_factor": 1.0}
+    assert problems({}, preprocess=reward) == []
+    assert problems({"value_head": True, **own}, preprocess=reward) == []
+    assert problems({"value_head": True, "kl_place": "reward", **KL}, preprocess=reward) == []
+    (line,) = problems({"value_head": True})
+    assert line.startswith("train.value_head = true: makes advantages of rewards, and preprocess.advantage = group_std has")
+    (line,) = problems({"value_head": True, "loss": "sft"}, preprocess=reward)
+    assert line.startswith("train.value_head = true: train.loss = sft uses no advantages")
+    unused = problems(own)
+    assert [line.partition(":")[0] for line in unused] == [f"train.{name} = {value}" for name, value in own.items()]
+    assert all(line.endswith("has no effect without a value head; set train.value_head") for line in unused)
+    (line,) = problems({}, preprocess=reward | {"baseline": "turn"})
+    assert line.startswith("preprocess.baseline = turn: preprocess.advantage = reward compares rewards with nothing")
+
+
 def test_what_is_allowed_but_hardly_meant_is_said():
     def warnings(train):
         return list(loss_warnings(replace(Config(), train=train)))

@@ -20,8 +20,10 @@ from prl.trainer.options import TrainOptions
 OPTIONS = TrainOptions(
     learning_rate=1e-3, clip_grad=1e6, entropy_coefficient=0.01, kl_coefficient=0.1, weight_decay=0.01, reference="initial"
 )
+TIED = model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True})
 MODELS: dict[str, ModelConfig] = {
-    "tied": model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True}),
+    "tied": TIED,
+    "values": TIED,  # with a value head
     "untied": model_config(BASE | {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4}),
     "experts": model_config(
         BASE
@@ -33,6 +35,7 @@ SPLIT = {"tensor_parallel": 2, "sequence_parallel": True}
 STAGES = {"pipeline_parallel": 2}
 TURNS = STAGES | {"virtual_pipeline": 2}
 SHARED = {"distributed_optimizer": True}
+VALUES = {"value_head": True, "gae_gamma": 0.99, "gae_lambda": 0.9, "kl_place": "reward"}
 
 # Ranks, then the model, then its layouts. "merged" is one micro-batch of the same tokens, "idle" too: it leaves ranks none.
 LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
@@ -40,6 +43,13 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
         "tied": {"one": {}, "one_merged": {}, "one_recomputed": {"recompute": "full"}, "one_half": {"dtype": "bfloat16"}},
         "untied": {"one": {}},
         "experts": {"one": {}},
+        "values": {
+            "one": VALUES,
+            "one_merged": VALUES,
+            "one_half": VALUES | {"dtype": "bfloat16"},
+            "one_stopped": VALUES | {"value_stop_gradient": True},
+            "one_slight": VALUES | {"value_coefficient": 1e-9},
+        },
     },
     2: {
         "tied": {
@@ -59,6 +69,12 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
             "experts_idle": {"expert_parallel": 2},
             "sequence_experts": SPLIT | {"expert_parallel": 2},
         },
+        "values": {
+            "tensor": VALUES | {"tensor_parallel": 2},
+            "sequence": VALUES | SPLIT,
+            "stages": VALUES | STAGES,
+            "data_shared_idle": VALUES | SHARED,
+        },
     },
     4: {
         "tied": {
@@ -75,6 +91,7 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
             "stages_experts": STAGES | {"expert_parallel": 2},
             "all": SPLIT | STAGES | SHARED | {"expert_parallel": 2},
         },
+        "values": {"sequence_turns": VALUES | SPLIT | TURNS, "sequence_data_shared": VALUES | SPLIT | SHARED},
     },
     8: {
         "tied": {"all": SPLIT | TURNS | SHARED, "all_merged": SPLIT | STAGES | {"recompute": "selective"}},
@@ -95,7 +112,7 @@ def main(folder: Path) -> None:
     from prl.trainer.engine import Engine, build_engine
     from prl.trainer.head import hidden_states
     from prl.trainer.mapping import export_weights, load_weights, named_parameters
-    from prl.trainer.model import build_model
+    from prl.trainer.model import build_model, unwrap
     from prl.trainer.parallel import Channel, shares_weights, start_groups, stop_groups
     from prl.trainer.reference import build_reference
     from prl.trainer.step import train_step
@@ -131,6 +148,13 @@ def main(folder: Path) -> None:
         for parameter, data in zip(parameters, kept, strict=True):
             parameter.data = data
         return found
+
+    def value_head(engine: Engine, channel: Channel, attribute: str) -> dict[str, np.ndarray]:
+        """Of a value head's weight, if there is one: what the last pipeline stage holds."""
+        weights = [gpt.value_head.weight for gpt in engine.gpts if hasattr(gpt, "value_head")]
+        told = channel.gather([getattr(weight, attribute).tolist() for weight in weights])
+        held = [values for of_rank in told for values in of_rank]
+        return {"value_head": np.array(held[0], np.float32)} if held else {}
 
     def held_bytes(engine: Engine) -> dict[str, int]:
         """Parameters, gradients and optimizer state of this rank, counted."""
@@ -172,8 +196,11 @@ def main(folder: Path) -> None:
         config = MODELS[model]
         chunks = build_model(config, options)
         load_weights(chunks, config, weights(config))
+        for gpt in map(unwrap, chunks):
+            if hasattr(gpt, "value_head"):
+                gpt.value_head.weight.data.copy_(torch.linspace(-0.4, 0.5, config.hidden_size))
         engine = build_engine(chunks, config, options, build_reference(config, options, weights(config)))
-        found = {f"start:{key}": value for key, value in exported(engine).items()}
+        found = {f"start:{key}": value for key, value in (exported(engine) | value_head(engine, channel, "data")).items()}
         found["reference"] = np.array(str(engine.reference.digest if engine.reference else None))
         batches = [without_reference(batch) for batch in microbatches()]
         if name.endswith(("_merged", "_idle")):
@@ -187,8 +214,9 @@ def main(folder: Path) -> None:
             assert all(other == told[0] or _nearly(other, told[0]) for other in told)
             found |= {f"{step}:{key}": np.array(value) for key, value in metrics.items()}
             if step == 1:
-                found |= {f"gradient:{key}": value for key, value in gradients(engine).items()}
-        found |= {f"end:{key}": value for key, value in exported(engine).items()}
+                made = gradients(engine) | value_head(engine, channel, "main_grad")
+                found |= {f"gradient:{key}": value for key, value in made.items()}
+        found |= {f"end:{key}": value for key, value in (exported(engine) | value_head(engine, channel, "data")).items()}
         for key in ("stage", "parameters", "gradients", "optimizer"):
             found[f"bytes:{key}"] = np.array([held[key] for held in channel.gather(held_bytes(engine))])
         if rank == 0:

@@ -20,7 +20,8 @@ ALL = [
     for model, layouts in models.items()
     for name in layouts
 ]
-EXACT = [case for case in ALL if "half" not in case.values[2] and case.values[::2] != (1, "one")]
+OTHERWISE = {"half", "stopped", "slight"}  # in names: not as one rank is
+EXACT = [case for case in ALL if not OTHERWISE & set(case.values[2].split("_")) and case.values[::2] != (1, "one")]
 
 
 class Launches(Results):
@@ -60,7 +61,8 @@ def test_steps_are_those_of_one_rank(results, ranks, model, name):
         np.testing.assert_allclose(found[f"{step}:train/grad_norm"], expected[f"{step}:train/grad_norm"], rtol=1e-4)
     measured = parts(expected, "1:train/")
     assert parts(found, "1:train/").keys() == measured.keys()
-    for key in ("tokens", "entropy", "ess", "kl", "lag_mean", "lag_max", "ratio_max", "mismatch_k3_nats"):
+    compared = ("tokens", "entropy", "ess", "kl", "lag_mean", "lag_max", "ratio_max", "mismatch_k3_nats")
+    for key in (*compared, *(("value_mean", "explained_variance") if model == "values" else ())):
         np.testing.assert_allclose(found[f"1:train/{key}"], measured[key], rtol=1e-4, atol=1e-7, err_msg=key)
 
 
@@ -75,11 +77,24 @@ def test_weights_after_some_steps_are_those_of_one_rank(results, ranks, model, n
         assert np.median(difference) < 1e-5, key
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "one_half"), pytest.param(4, "half_shared", marks=pytest.mark.slow)])
-def test_half_precision_is_near(results, ranks, name):
-    half, full = results[ranks, f"tied_{name}"], results[1, "tied_one"]
+@pytest.mark.parametrize(
+    ("ranks", "model", "name"),
+    [(1, "tied", "one_half"), (1, "values", "one_half"), pytest.param(4, "tied", "half_shared", marks=pytest.mark.slow)],
+)
+def test_half_precision_is_near(results, ranks, model, name):
+    half, full = results[ranks, f"{model}_{name}"], results[1, f"{model}_one"]
     assert float(half["1:train/loss"]) == pytest.approx(float(full["1:train/loss"]), abs=0.05)
     assert float(half["1:train/grad_norm"]) == pytest.approx(float(full["1:train/grad_norm"]), rel=0.1)
+
+
+def test_a_stopped_gradient_of_the_value_loss_reaches_the_head_alone(results):
+    """What the model gets is all but what it gets of a value loss without weight; what the head gets is the same."""
+    whole, stopped, slight = (parts(results[1, f"values_one{name}"], "gradient:") for name in ("", "_stopped", "_slight"))
+    np.testing.assert_allclose(stopped.pop("value_head"), whole.pop("value_head"), rtol=1e-5)
+    largest = max(np.abs(values).max() for values in whole.values())
+    for key, values in stopped.items():
+        np.testing.assert_allclose(values, slight[key], atol=1e-6 * largest, err_msg=key)
+        assert np.abs(values - whole[key]).max() > 1e-3 * largest, key
 
 
 @pytest.mark.parametrize(("ranks", "model", "name"), ALL)

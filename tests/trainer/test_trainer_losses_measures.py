@@ -29,8 +29,8 @@ def alone():
     dist.destroy_process_group()
 
 
-def measured(group, options, old_logprobs, reference=REFERENCE):
-    """Of two micro-batches, a sequence each."""
+def measured(group, options, old_logprobs, reference=REFERENCE, values=None):
+    """Of two micro-batches, a sequence each; the reward of each is 1."""
     measures = Measures()
     for start, end in ((0, 4), (4, 7)):
         rows = slice(start, end)
@@ -50,7 +50,8 @@ def measured(group, options, old_logprobs, reference=REFERENCE):
         )
         # Entry t of what the model gives is of token t + 1.
         logprobs, entropies = (torch.tensor(np.append(x[rows][1:], 0.0), dtype=torch.float32) for x in (PI, ENTROPIES))
-        found = objective(batch, logprobs, entropies, StepFacts(1, 5.0, 5, 2, 2), options)
+        of_head = None if values is None else torch.tensor(np.append(values[rows][1:], 0.0), dtype=torch.float32)
+        found = objective(batch, logprobs, entropies, StepFacts(1, 5.0, 5, 2, 2), options, of_head)
         measures.add(batch, found, logprobs, entropies)
     return measures.reduce(group)
 
@@ -90,6 +91,23 @@ def test_measures_of_a_step(alone):
     }
     expected["loss"] = sum(expected[f"loss_{part}"] for part in ("policy", "entropy", "kl"))
     assert found == pytest.approx({f"train/{name}": value for name, value in expected.items()}, rel=1e-5)
+
+
+def test_measures_of_a_value_head(alone):
+    # Returns with gamma 0.5, lambda 1: 0.25, 0.5, 1 in the first sequence, 0.5, 1 in the second: mean 0.65, variance 0.09.
+    # Less the values: 0.05, 0, 0.2, -0.1, 0.1: mean 0.05, variance 0.0125 - 0.0025 = 0.01.
+    values = np.array([9, 0.2, 0.5, 0.8, 9, 0.6, 0.9])
+    options = TrainOptions(value_head=True, gae_gamma=0.5, value_coefficient=2.0)
+    found = measured(alone, options, PI, values=values)
+    assert found["train/value_mean"] == pytest.approx(0.6)
+    assert found["train/explained_variance"] == pytest.approx(1 - 0.01 / 0.09)
+    # 2 / 2 (0.05^2 + 0.5 * 0.2^2 + 0.1^2 + 0.1^2) / 5 with the weights 1, 1, 0.5, 1, 1
+    assert found["train/loss_value"] == pytest.approx(0.0425 / 5)
+    # At a ratio of 1 PPO's loss is the mean of -A, A = 0.05, 0, 0.2, -0.1, 0.1.
+    assert found["train/loss_policy"] == pytest.approx(-(0.05 + 0.5 * 0.2 - 0.1 + 0.1) / 5)
+    assert found["train/loss"] == pytest.approx(found["train/loss_policy"] + found["train/loss_value"])
+    equal = measured(alone, TrainOptions(value_head=True), PI, values=values)
+    assert equal["train/explained_variance"] == 0  # there is nothing to explain
 
 
 def test_one_infinite_ratio_leaves_everything_finite(alone):

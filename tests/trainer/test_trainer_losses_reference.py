@@ -45,6 +45,23 @@ OPTIONS = {
         for place in ("loss", "reward")
         for estimator in ("k1", "k2", "k3", None)
     },
+    "value_head": {"loss": "reinforce", "value_head": True},
+    "value_head_one_step": {"loss": "cispo", "value_head": True, "gae_lambda": 0.0},
+    "value_head_discounted": {
+        "loss": "ppo",
+        "value_head": True,
+        "gae_gamma": 0.9,
+        "gae_lambda": 0.8,
+        "value_coefficient": 0.3,
+        "entropy_coefficient": 0.02,
+    },
+    "value_head_divergence_in_reward": {
+        "loss": "reinforce",
+        "value_head": True,
+        "gae_lambda": 0.95,
+        "kl_coefficient": 0.2,
+        "kl_place": "reward",
+    },
 }
 
 
@@ -59,6 +76,7 @@ class Tokens:
     advantages: np.ndarray
     weights: np.ndarray
     lags: np.ndarray
+    values: np.ndarray
     lengths: tuple[int, ...]
 
     @property
@@ -78,6 +96,7 @@ def some_tokens(seed: int, lengths: tuple[int, ...], spread: float = 0.3) -> Tok
         advantages=random.normal(0, 1, count),
         weights=random.choice([0.0, 0.25, 1.0], count),
         lags=random.integers(0, 5, count).astype(float),
+        values=random.normal(0, 1, count),
         lengths=lengths,
     )
 
@@ -161,12 +180,29 @@ class Written:
 
     def advantage(self, u: int) -> float:
         t = self.tokens
+        if self.options.value_head:
+            return self.of_values(u)
         if not self.kl or self.options.kl_place == "loss":
             return t.advantages[u]
         later = range(u, int(np.cumsum(t.lengths)[t.sequence_of_token[u]]))
         return t.advantages[u] - self.kl * sum(
             estimate(self.estimator, self.fixed[v], t.reference_logprobs[v]) for v in later if t.weights[v] > 0
         )
+
+    def of_values(self, u: int) -> float:
+        """GAE by its definition, over the trained tokens from u to the end of its sequence."""
+        o, t = self.options, self.tokens
+        in_sequence = t.sequence_of_token == t.sequence_of_token[u]
+        later = np.flatnonzero(in_sequence & (t.weights > 0) & (np.arange(len(t.weights)) >= u))
+        total = 0.0
+        for k, v in enumerate(later):
+            reward, following = (t.advantages[v], 0.0) if v == later[-1] else (0.0, t.values[later[k + 1]])
+            if self.kl and o.kl_place == "reward":
+                reward -= self.kl * estimate(self.estimator, self.fixed[v], t.reference_logprobs[v])
+            total += (o.gae_gamma * o.gae_lambda) ** k * (reward + o.gae_gamma * following - t.values[v])
+        if t.weights[u] > 0 and abs(total) < 1e-9:  # it may have either sign
+            self.nearest_kink = 0.0
+        return total
 
     def clipped_ratio(self, u: int, log_r: float, advantage: float) -> float:
         r = np.exp(log_r)
@@ -206,7 +242,7 @@ class Written:
         self.clipped[u] |= behaviour > self.truncate
         return -min(behaviour, self.truncate) * inner
 
-    def loss(self, logprobs: np.ndarray, entropies: np.ndarray) -> float:
+    def loss(self, logprobs: np.ndarray, entropies: np.ndarray, values: np.ndarray) -> float:
         t, total = self.tokens, 0.0
         for u in np.flatnonzero(t.weights > 0):
             pi = logprobs[u]
@@ -217,6 +253,8 @@ class Written:
             if self.options.kl_place == "loss" and self.kl:
                 token += self.kl * estimate(self.estimator, pi, t.reference_logprobs[u])
                 self.nearest_kink = min(self.nearest_kink, abs(abs(t.reference_logprobs[u] - pi) - 10))
+            if self.options.value_head:
+                token += self.options.value_coefficient * (values[u] - (self.advantages[u] + t.values[u])) ** 2 / 2
             total += t.weights[u] * token
         return total / DENOMINATOR
 
@@ -254,31 +292,35 @@ def batch_of(tokens: Tokens, dtype: torch.dtype) -> Batch:
 
 
 def computed(tokens: Tokens, options: TrainOptions, dtype: torch.dtype = torch.float64):
-    """The objective, and the gradients to log-probs and entropies."""
+    """The objective, and the gradients to log-probs, entropies and values."""
     logprobs = torch.tensor(tokens.logprobs, dtype=dtype, requires_grad=True)
     entropies = torch.tensor(tokens.entropies, dtype=dtype, requires_grad=True)
-    found = objective(batch_of(tokens, dtype), logprobs, entropies, StepFacts(STEP, DENOMINATOR, 1, 1, 1), options)
+    values = torch.tensor(tokens.values, dtype=dtype, requires_grad=True) if options.value_head else None
+    found = objective(batch_of(tokens, dtype), logprobs, entropies, StepFacts(STEP, DENOMINATOR, 1, 1, 1), options, values)
     found.loss.backward()
-    of_entropies = np.zeros(len(tokens.weights)) if entropies.grad is None else entropies.grad.numpy()
-    return found, logprobs.grad.numpy(), of_entropies
+    nothing = np.zeros(len(tokens.weights))
+    others = [nothing if x is None or x.grad is None else x.grad.numpy() for x in (entropies, values)]
+    return found, logprobs.grad.numpy(), *others
 
 
 def on_a_kink(tokens: Tokens, options: TrainOptions) -> bool:
     written = Written(tokens, options, tokens.logprobs)
-    written.loss(tokens.logprobs, tokens.entropies)
+    written.loss(tokens.logprobs, tokens.entropies, tokens.values)
     return bool(written.nearest_kink < KINK)
 
 
 def assert_as_written(tokens: Tokens, options: TrainOptions) -> None:
     written = Written(tokens, options, tokens.logprobs)
-    loss = written.loss(tokens.logprobs, tokens.entropies)
+    loss = written.loss(tokens.logprobs, tokens.entropies, tokens.values)
     clipped = written.clipped.copy()
     assert written.nearest_kink > KINK
-    gradient = slope(lambda pi: written.loss(pi, tokens.entropies), tokens.logprobs)
-    found, of_logprobs, of_entropies = computed(tokens, options)
+    gradient = slope(lambda pi: written.loss(pi, tokens.entropies, tokens.values), tokens.logprobs)
+    to_values = slope(lambda values: written.loss(tokens.logprobs, tokens.entropies, values), tokens.values)
+    found, of_logprobs, of_entropies, of_values = computed(tokens, options)
     trained = tokens.weights > 0
     assert float(found.loss.detach()) == pytest.approx(loss, rel=1e-9, abs=1e-12)
     np.testing.assert_allclose(of_logprobs, gradient, rtol=1e-5, atol=1e-8 + 1e-9 * max(abs(loss), np.abs(gradient).max()))
+    np.testing.assert_allclose(of_values, to_values, rtol=1e-5, atol=1e-8 + 1e-9 * abs(loss))
     np.testing.assert_allclose(of_entropies, -written.entropy * tokens.weights / DENOMINATOR, rtol=1e-12)
     assert np.array_equal(found.clipped.numpy()[trained], clipped[trained])
     assert np.array_equal(found.masked.numpy()[trained], written.masked[trained])
@@ -315,6 +357,7 @@ def any_tokens(draw) -> Tokens:
         advantages=values(st.one_of(st.just(0.0), st.floats(-3.0, 3.0))),
         weights=values(st.sampled_from([0.0, 0.125, 1.0])),
         lags=values(st.integers(0, 4)).astype(float),
+        values=values(st.floats(-2.0, 2.0)),
         lengths=lengths,
     )
 
@@ -332,28 +375,31 @@ def test_half_as_many_digits_change_little(options):
     """Trainers compute in float32."""
     options = TrainOptions(**options)
     for name, tokens in CASES.items():
-        full, gradient, _ = computed(tokens, options)
-        half, rough, _ = computed(tokens, options, torch.float32)
+        full, gradient, _, of_values = computed(tokens, options)
+        half, rough, _, of_rough = computed(tokens, options, torch.float32)
         assert float(half.loss.detach()) == pytest.approx(float(full.loss.detach()), rel=1e-4, abs=1e-5), name
         np.testing.assert_allclose(rough, gradient, rtol=1e-4, atol=1e-5 + 1e-6 * np.abs(gradient).max(), err_msg=name)
+        np.testing.assert_allclose(of_rough, of_values, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_micro_batches_add_up(options):
     """Loss and gradient of whole sequences, however they are dealt to micro-batches."""
     options = TrainOptions(**options)
-    whole, gradient, _ = computed(BASE, options)
+    whole, gradient, _, of_values = computed(BASE, options)
     ends = np.cumsum(BASE.lengths)
-    parts, gradients = [], []
+    parts, gradients, to_values = [], [], []
     for first, last in ((0, 1), (1, 3), (3, 4)):
         rows = slice(ends[first] - BASE.lengths[first], ends[last - 1])
         arrays = {name: values[rows] for name, values in vars(BASE).items() if name != "lengths"}
-        found, of_part, _ = computed(Tokens(**arrays, lengths=BASE.lengths[first:last]), options)
+        found, of_part, _, values_of_part = computed(Tokens(**arrays, lengths=BASE.lengths[first:last]), options)
         parts.append({name: float(value.detach()) for name, value in found.parts.items()})
         gradients.append(of_part)
+        to_values.append(values_of_part)
     for name, value in whole.parts.items():
         assert sum(part[name] for part in parts) == pytest.approx(float(value.detach()), rel=1e-12, abs=1e-15)
     np.testing.assert_allclose(np.concatenate(gradients), gradient, rtol=1e-10, atol=1e-15)
+    np.testing.assert_allclose(np.concatenate(to_values), of_values, rtol=1e-10, atol=1e-15)
 
 
 def test_a_sequence_ratio_of_equal_tokens_has_the_gradient_of_the_sequences_own():
@@ -367,22 +413,22 @@ def test_a_sequence_ratio_of_equal_tokens_has_the_gradient_of_the_sequences_own(
         means = [(pi - tokens.old_logprobs)[sequence == s].mean() for s in range(3)]
         return -sum(min(np.exp(m) * a, np.clip(np.exp(m), 0.8, 1.3) * a) for m, a in zip(means, advantages, strict=True))
 
-    found, gradient, _ = computed(tokens, TrainOptions(loss="gspo", clip_low=0.2, clip_high=0.3))
+    found, gradient, *_ = computed(tokens, TrainOptions(loss="gspo", clip_low=0.2, clip_high=0.3))
     assert float(found.loss.detach()) * DENOMINATOR == pytest.approx(loss(tokens.logprobs))
     np.testing.assert_allclose(gradient * DENOMINATOR, slope(loss, tokens.logprobs), rtol=1e-5, atol=1e-8)
 
 
 def test_at_lag_one_the_interpolated_proximal_policy_is_the_samplers():
     tokens = replace(BASE, lags=np.ones(14))
-    decoupled, gradient, _ = computed(tokens, TrainOptions(loss="decoupled_ppo"))
-    plain, expected, _ = computed(tokens, TrainOptions(loss="ppo"))
+    decoupled, gradient, *_ = computed(tokens, TrainOptions(loss="decoupled_ppo"))
+    plain, expected, *_ = computed(tokens, TrainOptions(loss="ppo"))
     assert float(decoupled.loss.detach()) == pytest.approx(float(plain.loss.detach()))
     np.testing.assert_allclose(gradient, expected, rtol=1e-9)
 
 
 def test_with_the_trainers_own_as_proximal_policy_the_gradient_is_that_of_truncated_reinforce():
-    _, gradient, _ = computed(BASE, TrainOptions(loss="decoupled_ppo", proximal="previous", truncate=1.2))
-    _, expected, _ = computed(BASE, TrainOptions(loss="reinforce", truncate=1.2))
+    _, gradient, *_ = computed(BASE, TrainOptions(loss="decoupled_ppo", proximal="previous", truncate=1.2))
+    _, expected, *_ = computed(BASE, TrainOptions(loss="reinforce", truncate=1.2))
     np.testing.assert_allclose(gradient, expected, rtol=1e-9)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from trainer_data import LENGTHS, facts, merged, microbatches
+from trainer_data import LENGTHS, facts, merged, microbatches, rewarded
 from transformers import AutoModelForCausalLM
 
 from prl.config.hf_config import read_model_config
@@ -106,6 +106,42 @@ def test_loss_gradient_and_measures_equal_the_formulas(results, name, loss_kind)
     assert sum(key.startswith("1:train/lag_") for key in found) == len(np.unique(lags)) + 2
     for key, value in measured.items():
         assert float(found[f"1:train/{key}"]) == pytest.approx(float(value), rel=1e-4), key
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_fresh_value_head_is_nought_and_draws_to_the_rewards_from_the_states_before_each_token(results, ranks):
+    found = results[ranks, "step_values"]
+    model = AutoModelForCausalLM.from_pretrained(results.folder / "qwen3", dtype=torch.float32)
+    batch = merged(rewarded())
+    loss, _, _, _ = written_out(model, batch, "ppo")  # with values of 0 advantages are the rewards
+    loss.backward()
+    expected, returns = np.zeros(model.config.hidden_size), []
+    for start, end in zip(batch.boundaries[:-1], batch.boundaries[1:], strict=True):
+        tokens = torch.from_numpy(batch.tokens[start:end].astype(np.int64))
+        states = model(tokens[None], output_hidden_states=True).hidden_states[-1][0].detach().numpy()
+        for t in np.flatnonzero(batch.loss_weights[start:end]):
+            weight, reward = batch.loss_weights[start + t], batch.advantages[start + t]
+            expected -= 0.5 * weight / facts(1).denominator * reward * states[t - 1]
+            returns.append((weight, reward))
+    np.testing.assert_allclose(found["value_head"], expected, atol=GRADIENT_TOLERANCE)
+    for key, parameter in model.named_parameters():
+        np.testing.assert_allclose(found[key], parameter.grad.numpy(), atol=GRADIENT_TOLERANCE, err_msg=key)
+    value_loss = sum(weight * reward**2 for weight, reward in returns) / 4 / facts(1).denominator
+    assert found["1:train/loss_value"] == pytest.approx(value_loss, rel=1e-5)
+    assert losses(found, 1) == pytest.approx(float(loss.detach()) + value_loss, abs=1e-5)
+    assert found["1:train/value_mean"] == 0
+    assert found["1:train/explained_variance"] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_value_head_learns_the_rewards(results):
+    found = results[1, "step_values"]
+    explained, values = (
+        [float(found[f"{step}:train/{name}"]) for step in range(1, 26)] for name in ("explained_variance", "value_mean")
+    )
+    rewards = [reward for batch in rewarded() for reward in batch.advantages[batch.loss_weights > 0]]
+    assert explained[-1] > 0.9
+    assert values[-1] == pytest.approx(np.mean(rewards), abs=0.1)
+    assert found["25:train/loss_value"] < 0.1 * found["1:train/loss_value"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

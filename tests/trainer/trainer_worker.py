@@ -12,7 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trainer_data import VOCABULARY, facts, merged, microbatches, without_reference
+from trainer_data import VOCABULARY, facts, merged, microbatches, rewarded, without_reference
 
 from prl.trainer.options import TrainOptions
 
@@ -107,6 +107,8 @@ def main(folder: Path) -> None:
             found.update({f"{step}:{key}": np.array(value) for key, value in metrics.items()})
             if step == 1:
                 found.update(gradients(engine))
+                if options.value_head:
+                    found["value_head"] = engine.gpts[0].value_head.weight.main_grad.numpy().copy()
         report(name, found)
         return engine
 
@@ -260,6 +262,7 @@ def main(folder: Path) -> None:
     steps_of("step_recomputed_selectively", replace(tensor_parallel, recompute="selective"), microbatches, 1)
     steps_of("step_untied", tensor_parallel, microbatches, 1, "llama")
     steps_of("step_reinforce", replace(tensor_parallel, loss="reinforce", truncate=1.1, peak_tflops=2.0), microbatches, 1)
+    steps_of("step_values", replace(tensor_parallel, value_head=True, learning_rate=3e-3), rewarded, 25 if ranks == 1 else 1)
     steps_of("step_proximal", replace(tensor_parallel, loss="decoupled_ppo", proximal="previous"), microbatches)
     sequences = replace(tensor_parallel, loss="gspo", clip_low=0.05, clip_high=0.05, sequence_mask_high=1.1, kl_place="reward")
     steps_of("step_sequences", sequences, microbatches, 1)
