@@ -28,11 +28,13 @@ DENSE = model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True}
 MODELS = {
     "dense": DENSE,
     "proximal": DENSE,
+    "value_head": DENSE,
     "experts": model_config(BASE | EXPERTS | {"model_type": "qwen3_moe", "tie_word_embeddings": False, "num_hidden_layers": 2}),
 }
 # Bounds so near to the policy before that they hold often: it decides the loss.
 RECENT = replace(PLAIN, loss="decoupled_ppo", clip_low=1e-3, clip_high=1e-3, proximal="previous")
-OPTIONS = {"dense": PLAIN, "proximal": RECENT, "experts": PLAIN}
+VALUES = replace(PLAIN, value_head=True, gae_lambda=0.9)
+OPTIONS = {"dense": PLAIN, "proximal": RECENT, "value_head": VALUES, "experts": PLAIN}
 # Of two ranks; those whose names end alike have optimizers of one kind, and may go on from each other's checkpoints.
 SHARED = {"distributed_optimizer": True}
 STAGES = {"pipeline_parallel": 2}
@@ -49,6 +51,12 @@ LAYOUTS = {
     "proximal": {
         "tensor": {"tensor_parallel": 2},
         "turns": STAGES | {"virtual_pipeline": 2},
+    },
+    "value_head": {
+        "tensor": {"tensor_parallel": 2, "sequence_parallel": True},
+        "turns": STAGES | {"virtual_pipeline": 2},
+        "stages_shared": SHARED | STAGES,
+        "data_shared": SHARED,
     },
     "experts": {
         "experts": {"expert_parallel": 2},
@@ -144,10 +152,15 @@ def main(folder: Path) -> None:
                 for saved in origins(model, layout):
                     resume_in(model, layout, options, *saved)
         words = {}
-        for key, options in (("distributed_optimizer", PLAIN), ("dtype", replace(PLAIN, dtype="bfloat16"))):
+        for key, options in (
+            ("distributed_optimizer", PLAIN),
+            ("dtype", replace(PLAIN, dtype="bfloat16")),
+            ("value_head", VALUES),
+        ):
             relayout(options)
             try:
-                load_checkpoint(engine_of(options), results / "dense" / ("data" if key == "dtype" else "data_shared"))
+                saved = "data_shared" if key == "distributed_optimizer" else "data"
+                load_checkpoint(engine_of(options), results / "dense" / saved)
             except ValueError as error:
                 words[key] = np.array(str(error))
         report("refused", words)
@@ -157,6 +170,7 @@ def main(folder: Path) -> None:
         for name, options in (
             ("float32", PLAIN),
             ("bfloat16", replace(PLAIN, dtype="bfloat16")),
+            ("values", replace(VALUES, dtype="bfloat16", **SHARED)),
             ("shared", replace(PLAIN, **SHARED)),
             ("proximal", RECENT),
         ):
@@ -319,7 +333,7 @@ def main(folder: Path) -> None:
             save_in(model, "one", options)
             if "data_shared" in LAYOUTS[model]:
                 save_in(model, "one_shared", replace(options, **SHARED))
-        for model in ("dense", "proximal"):
+        for model in ("dense", "proximal", "value_head"):
             resume_in(model, "one", OPTIONS[model], 1, "one")
         with_and_without_proximal()
         copies()

@@ -32,7 +32,7 @@ def split(saved: Results) -> Results:
     return saved
 
 
-@pytest.mark.parametrize("model", ["dense", "proximal"])
+@pytest.mark.parametrize("model", ["dense", "proximal", "value_head"])
 def test_one_rank_goes_on_bit_for_bit(saved, model):
     assert np.array_equal(saved[1, f"resumed_{model}_one_from_1_one"]["steps"], saved[1, f"went_on_{model}_one"]["steps"])
 
@@ -66,9 +66,10 @@ def test_what_the_optimizers_state_depends_on_must_be_as_it_was(split):
         r"train\.distributed_optimizer = False: it was True when .*data_shared was", str(found["distributed_optimizer"])
     )
     assert re.search(r"train\.dtype = bfloat16: it was float32 when .*data was written.* set it as it was", str(found["dtype"]))
+    assert re.search(r"train\.value_head = True: it was False when .*data was written", str(found["value_head"]))
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "shared", "proximal"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "values", "shared", "proximal"])
 def test_what_is_trained_while_a_checkpoint_is_written_is_not_in_it(saved, name):
     found = saved[1, f"copied_{name}"]
     assert not found["early"]
