@@ -1,7 +1,9 @@
-"""What all tests share: no test may hang, and the ones that need a Slurm cluster are left out where there is none."""
+"""What all tests share: no test may hang, and the ones that need a Slurm cluster or a Redis server are left out where there is
+none."""
 
 import faulthandler
 import os
+import shutil
 import signal
 
 import pytest
@@ -28,6 +30,11 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    if shutil.which("redis-server") is None:
+        missing = pytest.mark.skip(reason="no redis-server here; as root on Debian or Ubuntu tools/test.sh installs it")
+        for item in items:
+            if item.get_closest_marker("redis"):
+                item.add_marker(missing)
 
 
 @pytest.hookimpl(wrapper=True)

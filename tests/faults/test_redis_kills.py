@@ -1,7 +1,5 @@
 """kill -9 of who writes and who reads rollouts, in a run whose rollouts go through Redis."""
 
-import shutil
-
 import pytest
 from faulty_runs import STEPS, FaultyRun
 
@@ -10,9 +8,7 @@ from prl.runfolder.paths import RunFolder
 from prl.streams.folder import rollout_files
 from prl.streams.steps import find_steps
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("redis-server") is None, reason="no redis-server here; as root on Debian or Ubuntu tools/test.sh installs it"
-)
+pytestmark = pytest.mark.redis
 
 
 def death(role: str, point: str, after_step: int) -> dict:

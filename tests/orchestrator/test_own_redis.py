@@ -1,7 +1,6 @@
 """The run's own Redis server in an attempt."""
 
 import dataclasses
-import shutil
 
 import pytest
 import redis
@@ -29,9 +28,7 @@ def test_none_is_started_where_none_is_asked_for(run):
             assert not run.redis.exists()
 
 
-@pytest.mark.skipif(
-    shutil.which("redis-server") is None, reason="no redis-server here; as root on Debian or Ubuntu tools/test.sh installs it"
-)
+@pytest.mark.redis
 def test_it_serves_for_as_long_as_the_attempt_lasts(run):
     streams = StreamsOptions(backend="redis", redis=RedisOptions(start=True))
     token = create_token(run.token)

@@ -1,7 +1,6 @@
 """A real Redis server for the tests."""
 
 import json
-import shutil
 
 import pytest
 import redis
@@ -14,9 +13,7 @@ from prl.streams.redis_server import RedisServer
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory):
-    """A server with a run folder of its own."""
-    if shutil.which("redis-server") is None:
-        pytest.skip("no redis-server here; as root on Debian or Ubuntu tools/test.sh installs it")
+    """A server with a run folder of its own; for tests marked `redis`."""
     run = RunFolder(tmp_path_factory.mktemp("redis") / "run")
     run.create()
     run.attempt(1).mkdir()

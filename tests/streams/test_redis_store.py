@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,9 +25,7 @@ from prl.streams.redis_server import RedisServer, RedisStartError
 from prl.streams.redis_store import ONCE, RedisAppender, RedisLost, RedisPlace, RedisSource
 from prl.streams.writer import RolloutWriter
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("redis-server") is None, reason="no redis-server here; as root on Debian or Ubuntu tools/test.sh installs it"
-)
+pytestmark = pytest.mark.redis
 RNG = np.random.default_rng(0)
 
 

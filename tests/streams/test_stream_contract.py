@@ -45,7 +45,7 @@ class Stream:
         return make_group(number, self.rng, **shape)
 
 
-@pytest.fixture(params=["folder", "memory", "redis"])
+@pytest.fixture(params=["folder", "memory", pytest.param("redis", marks=pytest.mark.redis)])
 def stream(request, tmp_path):
     run = RunFolder(tmp_path / "run")
     if request.param == "redis":
