@@ -52,7 +52,6 @@ class Actor:
         self._evaluate_sampler = parts.samplers.sampler(options.max_tokens, 1.0, 1.0)
         self._in_flight: set[asyncio.Task[None]] = set()
         self._began = False
-        self._hurry = False  # finished groups are waited for
         self._ended = asyncio.Event()  # a group did
         self._faults_in_a_row = 0
         self._rollouts = 0  # since the last report
@@ -68,8 +67,10 @@ class Actor:
                 publishing = tasks.create_task(parts.publisher.run(), name="publish")
                 reporting = tasks.create_task(self._report(), name="report")
                 watching = tasks.create_task(self._watch_loop(), name="watch the event loop")
+                hearing = tasks.create_task(self._hear_what_is_wanted(), name="hear what is wanted")
                 leasing = tasks.create_task(self._lease_groups(tasks), name="lease")
                 await parts.control.stopping.wait()
+                hearing.cancel()
                 leasing.cancel()
                 for task in self._in_flight:
                     task.cancel()
@@ -97,9 +98,6 @@ class Actor:
             )
             parts.samplers.set_replicas({int(entry["replica"]): str(entry["url"]) for entry in answer["samplers"]})
             parts.verifier.set_url(answer["verifier"])
-            self._hurry = bool(answer["hurry"])
-            if self._hurry:
-                parts.publisher.hurry()
             if answer["leases"] and not self._began:
                 self._began = True
                 parts.metrics.write({}, kind=PHASE, labels={"name": FIRST_ROLLOUT_REQUEST})
@@ -109,6 +107,18 @@ class Actor:
                 task.add_done_callback(self._forget)
             if answer["leases"]:
                 parts.control.progress(f"sampling {len(self._in_flight)} groups")
+
+    async def _hear_what_is_wanted(self) -> None:
+        """Tells the publisher when a step begins or ceases to wait for groups, whatever else the actor does. Who has finished
+        nothing does not ask: of a thousand actors few have to be told at one time."""
+        wanted: int | None = None
+        while True:
+            await self._parts.publisher.gathered()  # every group has a deadline
+            answer = await self._parts.control.call(
+                "wanted", {"known": wanted}, deadline_s=self._call_s, reason="waiting for a step to want groups"
+            )
+            wanted = answer["groups"]
+            self._parts.publisher.want(wanted)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)
@@ -136,8 +146,6 @@ class Actor:
             body = {"discarded": to_discard_rows(lacking)}
             await self._call("discard", body, reason=f"giving up rollouts of group {lease.group}")
         await self._parts.publisher.put(group)
-        if self._hurry:
-            self._parts.publisher.hurry()
 
     async def _evaluate(self, task: Task, lease: Lease) -> None:
         result = await evaluate(task, lease, self._evaluate_sampler, self._limits, self._troubles)

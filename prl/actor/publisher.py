@@ -1,6 +1,7 @@
 """From finished groups to announced entries of the rollout stream, one at a time and in order."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,8 @@ _LOOK_S = 60.0  # between two looks at a queue that stays empty
 
 
 class Publisher:
-    """Collects groups and publishes them together: when there are `roll_groups` of them or `roll_mib` MiB, when the first of
-    them has waited `roll_s` seconds, or at once when somebody waits for them (`hurry`)."""
+    """Collects groups and publishes them together: when there are as many as a step that waits wants, `roll_groups` of them or
+    `roll_mib` MiB, or when the first of them has waited `roll_s` seconds."""
 
     def __init__(self, write: Write, announce: Announce, options: StreamsOptions, *, wait_s: float) -> None:
         """`write` makes groups durable and returns what to announce; it may block, and runs in a thread. `announce` tells the
@@ -32,8 +33,10 @@ class Publisher:
         self._groups: list[Group] = []
         self._gathered_bytes = 0  # of `_groups`
         self._waiting_bytes = 0  # of these and of what is being written
+        self._since_s = 0.0  # when the first of `_groups` came
+        self._wanted: int | None = None
         self._closed = False
-        self._hurried = False
+        self._gathered = asyncio.Event()
         self._bell = Bell()
 
     async def put(self, group: Group) -> None:
@@ -45,17 +48,26 @@ class Publisher:
                 f"and that for {self._wait_s:g} s: the storage of the rollouts does not keep up, or nobody reads them"
             )
         size = group.payload_bytes()
+        if not self._groups:
+            self._since_s = time.monotonic()
         self._groups.append(group)
         self._gathered_bytes += size
         self._waiting_bytes += size
+        self._gathered.set()
         self._bell.ring()
+
+    async def gathered(self) -> None:
+        """Returns once groups wait to be published, or did since this was called before."""
+        if not self._groups:
+            await self._gathered.wait()
+        self._gathered.clear()
 
     def _has_room(self) -> bool:
         return self._waiting_bytes < self._options.queue_mib * 2**20
 
-    def hurry(self) -> None:
-        """Publish what is gathered without waiting for more."""
-        self._hurried = bool(self._groups)
+    def want(self, groups: int | None) -> None:
+        """A step waits: from now on so many groups wait for no others. None: no step does."""
+        self._wanted = groups
         self._bell.ring()
 
     def close(self) -> None:
@@ -68,9 +80,9 @@ class Publisher:
             await self._bell.until(self._has_work, _LOOK_S)
             if not self._groups:
                 continue
-            await self._bell.until(self._is_due, self._options.roll_s)
+            await self._bell.until(self._is_due, self._since_s + self._options.roll_s - time.monotonic())
             groups, size = self._groups, self._gathered_bytes
-            self._groups, self._gathered_bytes, self._hurried = [], 0, False
+            self._groups, self._gathered_bytes = [], 0
             announcements = await asyncio.to_thread(self._write, groups)
             self._waiting_bytes -= size
             self._bell.ring()
@@ -82,8 +94,8 @@ class Publisher:
 
     def _is_due(self) -> bool:
         options = self._options
-        full = len(self._groups) >= options.roll_groups or self._gathered_bytes >= options.roll_mib * 2**20
-        return full or self._hurried or self._closed
+        enough = min(options.roll_groups, self._wanted or options.roll_groups)
+        return len(self._groups) >= enough or self._gathered_bytes >= options.roll_mib * 2**20 or self._closed
 
 
 def rollout_publisher(

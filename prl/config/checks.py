@@ -232,10 +232,12 @@ def _run(config: Config) -> Iterator[str]:
             f"run.min_rollouts_per_group = {fewest}: {why}set {least} to run.rollouts_per_group = {run.rollouts_per_group}, or "
             f"null"
         )
-    if run.group_deadline_s is not None and run.group_deadline_s <= config.actor.rollout_s:
+    back_s = config.actor.rollout_s + config.streams.roll_s
+    if run.group_deadline_s is not None and run.group_deadline_s <= back_s:
         yield (
             f"run.group_deadline_s = {run.group_deadline_s}: actors work on a group for actor.rollout_s = "
-            f"{config.actor.rollout_s} s; set more than that, or null"
+            f"{config.actor.rollout_s} s and may keep it for streams.roll_s = {config.streams.roll_s} s; set more than both, "
+            f"or null"
         )
 
 

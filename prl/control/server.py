@@ -151,22 +151,24 @@ class Bell:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self._looks: list[Callable[[], None]] = []
+
+    def on_ring(self, look: Callable[[], None]) -> None:
+        """Call `look` at every ring, before anyone wakes: it may ring a bell for those who wait for little of what changes."""
+        self._looks.append(look)
 
     def ring(self) -> None:
+        for look in self._looks:
+            look()
         self._event.set()
         self._event = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Whether the condition held before the time was up; it is looked at after every ring."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + timeout_s
-        while not condition():
-            left_s = end - loop.time()
-            if left_s <= 0:
-                return False
-            event = self._event
-            try:
-                await asyncio.wait_for(event.wait(), left_s)
-            except TimeoutError:
-                return condition()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    await self._event.wait()
+        except TimeoutError:
+            return condition()
         return True

@@ -68,6 +68,7 @@ class DispatcherSettings:
     mode: Literal["pipeline", "conventional"] = "pipeline"
     max_lag: int = 4
     steps_per_generation: int = 4
+    order: Literal["arrival", "dispatch"] = "arrival"
     seed: int = 1
     epochs: int | None = None
     group_deadline_s: float | None = None
@@ -129,15 +130,26 @@ class Dispatcher:
         return len(self._flights)
 
     @property
-    def received(self) -> int:
-        """Groups in flight whose result has come."""
-        return len(self._flights.having("received"))
-
-    @property
     def awaited_from(self) -> int:
         """The smallest number of a training group whose result has not come, or the next new group's number."""
         awaited = self._flights.having("queued", "leased")
         return awaited[0][0] if awaited else self._flights.next_group
+
+    def lacking(self, in_files: Collection[int], steps: int = 1) -> int:
+        """How many groups have to come back for the first of the next `steps` steps that is not complete, as far as they are
+        out or may be handed out; 0: all are. `in_files` are the groups of the step files that wait. In conventional mode all
+        that is out is waited for."""
+        s = self.settings
+        out = self._flights.count("queued", "leased") + max(self.budget(), 0)
+        if s.mode == "conventional":
+            return out
+        if s.order == "arrival":
+            come = [True] * (self._flights.count("received") - len(in_files))
+        else:
+            flights = self._flights.having("queued", "leased", "received")
+            come = [flight.status == "received" for number, flight in flights if number not in in_files]
+        of_steps = (come[k * s.groups_per_step : (k + 1) * s.groups_per_step] for k in range(steps))
+        return min(next((lacking for step in of_steps if (lacking := s.groups_per_step - sum(step))), 0), out)
 
     def waits(self, group: int, issue: int) -> bool:
         """Whether this result of a group has been taken and has not ended."""
@@ -147,13 +159,13 @@ class Dispatcher:
     @property
     def generation_sampled(self) -> bool:
         """conventional: whether all that this generation trains on was handed out and has come back."""
-        return self.budget() <= 0 and not self._flights.having("leased") and not self._due_again()
+        return self.budget() <= 0 and not self._flights.count("leased") and not self._due_again()
 
     @property
     def used_up(self) -> bool:
         """Whether no other step can come together: the epochs have been handed out, and too little is left of them. (Steps that
         are trained again after a rollback are still to come.)"""
-        awaited = self._flights.having("queued", "leased")
+        awaited = self._flights.count("queued", "leased")
         too_few = len(self._flights) < self.settings.groups_per_step and self._trained.step >= self._furthest_trained
         return bool(self._order.sizes) and not self._order.left() and not awaited and too_few
 
@@ -184,7 +196,7 @@ class Dispatcher:
             return 0
         s, flying = self.settings, len(self._flights)
         room = self._admitted(self._version) - flying
-        if s.max_waiting_bytes is not None and self._waiting_bytes() >= s.max_waiting_bytes:
+        if s.max_waiting_bytes is not None and self._flights.received_bytes >= s.max_waiting_bytes:
             room = min(room, s.groups_per_step - flying)
         return min(room, self._order.left())
 
@@ -202,9 +214,6 @@ class Dispatcher:
         allowed = s.max_lag + 1 if s.mode == "pipeline" else s.steps_per_generation - done % s.steps_per_generation
         ahead = max(self._furthest_trained - done, 0)
         return s.groups_per_step * (min(allowed, s.steps - done) - ahead)
-
-    def _waiting_bytes(self) -> int:
-        return sum(flight.bytes for _, flight in self._flights.having("received"))
 
     # What happens in a run
 
@@ -243,11 +252,7 @@ class Dispatcher:
     def result(self, group: int, issue: int, size_bytes: int = 0) -> bool:
         """Whether this issue of a training group is taken, `size_bytes` of the stream. A repeated result of the same issue is
         taken again."""
-        flight = self._flights.at(group, issue)
-        if flight is None:
-            return False
-        flight.status, flight.actor, flight.bytes = "received", None, size_bytes
-        return True
+        return self._flights.receive(group, issue, size_bytes)
 
     def failed(self, group: int, issue: int, reason: str) -> list[LedgerEvent]:
         """An issue of a group (of either kind) came to nothing, or its result cannot be read."""

@@ -2,23 +2,26 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from prl.flow.events import EventKind, LedgerEvent
 from prl.flow.ids import Lease, RolloutId
 from prl.flow.problems import DispatcherError, Draw
 from prl.flow.versions import Version
 
+Status = Literal["queued", "leased", "received"]
+
 
 @dataclass(slots=True)
 class Flight:
-    """A group on its way. `issued` rollouts are those of the current issue without an end; `bytes` it has announced."""
+    """A group on its way. `issued` rollouts are those of the current issue without an end; `bytes` it has announced, none
+    before it is received."""
 
     domain: str
     index: int
     epoch: int
     issue: int
-    status: Literal["queued", "leased", "received"]
+    status: Status
     actor: int | None = None
     since_s: float = 0.0
     failures: int = 0
@@ -39,7 +42,9 @@ class InFlight:
         self.discard_reasons: dict[str, int] = {}
         self.next_group = 0
         self.events = 0  # told so far
+        self.received_bytes = 0  # of all received groups
         self._groups: dict[int, Flight] = {}
+        self._numbers: dict[Status, set[int]] = {status: set() for status in get_args(Status)}
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -51,9 +56,13 @@ class InFlight:
         flight = self._groups.get(number)
         return None if flight is None or flight.issue != issue or flight.status == "queued" else flight
 
-    def having(self, *statuses: str) -> list[tuple[int, Flight]]:
+    def count(self, *statuses: Status) -> int:
+        """How many groups are of these statuses."""
+        return sum(len(self._numbers[status]) for status in statuses)
+
+    def having(self, *statuses: Status) -> list[tuple[int, Flight]]:
         """The groups of these statuses, by number."""
-        return sorted(((n, f) for n, f in self._groups.items() if f.status in statuses), key=lambda entry: entry[0])
+        return [(n, self._groups[n]) for n in sorted(n for status in statuses for n in self._numbers[status])]
 
     def alive(self, ids: Iterable[RolloutId]) -> dict[int, list[int]]:
         """Group to rollouts, of those ids that have begun and not ended, each once."""
@@ -70,21 +79,28 @@ class InFlight:
         """A new group; it waits to be handed out."""
         number, self.next_group = self.next_group, self.next_group + 1
         self._groups[number] = Flight(draw.domain, draw.index, draw.epoch, 0, "queued")
+        self._numbers["queued"].add(number)
         return number
 
     def hand_out(self, number: int, rollouts: int, actor: int, now: float, version: Version) -> tuple[Lease, list[LedgerEvent]]:
-        flight = self._groups[number]
-        flight.status, flight.actor, flight.since_s = "leased", actor, now
+        flight = self._move(number, "leased")
+        flight.actor, flight.since_s = actor, now
         flight.issued = list(range(rollouts))
         lease = Lease("train", flight.domain, flight.index, flight.epoch, number, flight.issue, rollouts)
         return lease, self._tell(number, flight.issued, "issued", version, "")
 
+    def receive(self, number: int, issue: int, size_bytes: int) -> bool:
+        """The result of a group has come; False: not of an issue that is out."""
+        if self.at(number, issue) is None:
+            return False
+        self._move(number, "received", size_bytes).actor = None
+        return True
+
     def queue_again(self, number: int, reason: str, version: Version) -> list[LedgerEvent]:
         """End this issue; the next begins when it is handed out. A group of which some rollouts have ended otherwise (a filter)
         is sampled as a whole again: advantages need all of it."""
-        flight = self._groups[number]
-        events = self._tell(number, flight.issued, "issued_again", version, reason)
-        self._to_queue(flight)
+        events = self._tell(number, self._groups[number].issued, "issued_again", version, reason)
+        self._to_queue(number)
         return events
 
     def discard(self, number: int, rollouts: Sequence[int], reason: str, version: Version) -> list[LedgerEvent]:
@@ -104,7 +120,8 @@ class InFlight:
         events: list[LedgerEvent] = []
         for number, flight in list(self._groups.items()):
             events += self.discard(number, list(flight.issued), reason, version)
-        self._groups.clear()
+        for number in list(self._groups):
+            self._forget(number)
         return events
 
     # Saving, and going on from what the ledger recorded since
@@ -120,6 +137,9 @@ class InFlight:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._groups = {int(n): Flight(**f) for n, f in state["groups"].items()}
+        for number, flight in self._groups.items():
+            self._numbers[flight.status].add(number)
+            self.received_bytes += flight.bytes
         self.next_group = state["next_group"]
         self.counts = dict(state["counts"])
         self.discard_reasons = dict(state["discard_reasons"])
@@ -132,13 +152,13 @@ class InFlight:
         if event.kind == "issued":
             if flight is None or (flight.problem, flight.epoch, flight.issue) != (i.problem, i.epoch, i.issue):
                 raise _stranger(i)
-            flight.status = "leased"
+            self._move(i.group, "leased")
             flight.issued.append(i.rollout)
         elif event.kind == "issued_again":
             if flight is None or flight.issue not in (i.issue, i.issue + 1):
                 raise _stranger(i)
             if flight.issue == i.issue:  # the first row of the issue; the others find it done
-                self._to_queue(flight)
+                self._to_queue(i.group)
         else:
             self._remove(i.group, self.alive([i]).get(i.group, []))
         self._count([event])
@@ -149,16 +169,30 @@ class InFlight:
         numbers = []
         for number, flight in self.having("leased", "received"):
             if number in keep:
-                flight.status, flight.actor = "received", None
+                self._move(number, "received", flight.bytes).actor = None
             else:
                 numbers.append(number)
         return numbers
 
     # Within
 
-    def _to_queue(self, flight: Flight) -> None:
-        flight.status, flight.actor, flight.bytes, flight.issued = "queued", None, 0, []
+    def _move(self, number: int, status: Status, size_bytes: int = 0) -> Flight:
+        flight = self._groups[number]
+        self._numbers[flight.status].remove(number)
+        self._numbers[status].add(number)
+        self.received_bytes += size_bytes - flight.bytes
+        flight.status, flight.bytes = status, size_bytes
+        return flight
+
+    def _to_queue(self, number: int) -> None:
+        flight = self._move(number, "queued")
+        flight.actor, flight.issued = None, []
         flight.issue += 1
+
+    def _forget(self, number: int) -> None:
+        flight = self._groups.pop(number)
+        self._numbers[flight.status].remove(number)
+        self.received_bytes -= flight.bytes
 
     def _tell(self, number: int, rollouts: Iterable[int], kind: EventKind, version: Version, reason: str) -> list[LedgerEvent]:
         f = self._groups[number]
@@ -183,7 +217,7 @@ class InFlight:
             gone = set(rollouts)
             flight.issued = [k for k in flight.issued if k not in gone]
             if not flight.issued:
-                del self._groups[number]
+                self._forget(number)
 
 
 def _stranger(i: RolloutId) -> DispatcherError:

@@ -52,9 +52,11 @@ data/ (the preprocessor)
     too_old_tokens             over the lag limit, masked or trained (preprocess.too_old)
     pack_waste                 of the micro-batches' room: 0 to 1
     rank_tokens_max_over_mean  tokens of the fullest trainer rank to the mean of all
-    ready_s                    from the step's last rollout being known here to its file being durable; where the trainer was
-                               more than a step behind until later, from then
-    read_s, build_s, publish_s of it: reading the last rollouts, building the step, the filesystem's own time
+    ready_s                    from the announcement of the step's last rollouts, which are durable then, to its file being
+                               durable; where the trainer was more than a step behind until later, from then
+    heard_s, read_s, build_s, publish_s
+                               of it: until the announcement was heard here, reading what it speaks of, building the step, the
+                               filesystem's own time
     held_back_s                before that: waiting for the trainer
     dropped_<why>              rollouts since the step before: too_old, abandoned, all_equal, cut, overlong, empty
     quarantined_files          rollout files that could not be read, so far

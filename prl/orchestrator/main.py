@@ -59,7 +59,6 @@ class Orchestrator:
             record,
             self._bell,
             facts=self._facts_for_actors,
-            hungry=lambda: self._steps.hungry,
             on_evaluation=self._evaluated,
             on_announced=self._checkpoints.announced,
         )
@@ -74,6 +73,7 @@ class Orchestrator:
             waiting=start.waiting,
             on_trained=self._trained,
             save_now=self._checkpoints.due,
+            steps_at_once=config.preprocess.processes,
         )
         self._updater = WeightUpdater(
             token,

@@ -92,6 +92,7 @@ def dispatcher_settings(config: Config) -> DispatcherSettings:
         mode=run.mode,
         max_lag=run.max_lag,
         steps_per_generation=run.steps_per_generation,
+        order=run.order,
         seed=run.seed,
         epochs=run.epochs,
         group_deadline_s=run.group_deadline_s,

@@ -28,23 +28,21 @@ class RolloutDesk:
         bell: Bell,
         *,
         facts: Callable[[], Mapping[str, Any]],
-        hungry: Callable[[], bool],
         on_evaluation: Callable[[Evaluation, Mapping[str, Any]], None],
         on_announced: Callable[[Mapping[str, Any]], None] = lambda announcement: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`facts` are samplers and verifier, for actors; `hungry`: whether they are to publish what they have at once."""
+        """`facts` are samplers and verifier, for actors."""
         self.open = False  # leases are handed out once the samplers serve a version
         self.ended = False
         self.announced = 0  # so far
-        self._announcements: dict[int, dict[str, Any]] = {}  # by number, those of which a group still waits to be trained
+        # By number, those of which a group still waits to be trained, with the time at which they came.
+        self._announcements: dict[int, tuple[float, dict[str, Any]]] = {}
         self._cursors: dict[str, int] = {}
-        self._told_to_hurry: dict[int, bool] = {}  # by actor
         self._dispatcher = dispatcher
         self._record = record
         self._bell = bell
         self._facts = facts
-        self._hungry = hungry
         self._on_announced = on_announced
         self._on_evaluation = on_evaluation
         self._clock = clock
@@ -63,14 +61,15 @@ class RolloutDesk:
         return dict(self._cursors)
 
     def announcements(self, after: int) -> list[dict[str, Any]]:
-        """What was announced behind the first `after` announcements and still waits to be trained."""
-        return [announcement for number, announcement in self._announcements.items() if number >= after]
+        """What was announced behind the first `after` announcements and still waits to be trained; `age_s`: how long ago."""
+        now_s = self._clock()
+        return [{**a, "age_s": now_s - came_s} for number, (came_s, a) in self._announcements.items() if number >= after]
 
     def forget(self) -> None:
         """Announcements of which no group waits any more are of no use to anyone."""
         self._announcements = {
-            number: announcement
-            for number, announcement in self._announcements.items()
+            number: (came_s, announcement)
+            for number, (came_s, announcement) in self._announcements.items()
             if any(self._dispatcher.waits(int(g["group"]), int(g["issue"])) for g in announcement["groups"])
         }
 
@@ -92,12 +91,11 @@ class RolloutDesk:
                 leased = self._dispatcher.lease(member.index, wanted, self._clock())
                 leases.extend(leased.leases)
                 events.extend(leased.events)
-            return bool(leases) or self.ended or self._hungry() != self._told_to_hurry.get(member.index, False)
+            return bool(leases) or self.ended
 
         await self._bell.until(take, LONG_POLL_S)
         await self._record(events)
-        hurry = self._told_to_hurry[member.index] = self._hungry()
-        return {"leases": [asdict(lease) for lease in leases], "hurry": hurry, "stop": self.ended, **self._facts()}
+        return {"leases": [asdict(lease) for lease in leases], "stop": self.ended, **self._facts()}
 
     async def _rollouts(self, member: Member, body: Mapping[str, Any]) -> Answer:
         groups, late = [], []
@@ -112,7 +110,7 @@ class RolloutDesk:
         announcement["groups"] = groups
         writer = str(body["writer"])
         self._cursors[writer] = max(int(body["sequence"]), self._cursors.get(writer, -1))
-        self._announcements[self.announced] = announcement
+        self._announcements[self.announced] = self._clock(), announcement
         self.announced += 1
         self._on_announced(announcement)
         self._bell.ring()

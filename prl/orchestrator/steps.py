@@ -1,5 +1,6 @@
 """The steps' side of the control plane: step files from the preprocessor to the trainer, and trained steps."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,9 @@ class StepDesk:
         waiting: Sequence[StepEntry],
         on_trained: Callable[[int, Mapping[str, float], Mapping[str, float]], bool],
         save_now: Callable[[int], bool],
+        steps_at_once: int = 1,
     ) -> None:
+        """`steps_at_once`: so many step files may be in the making."""
         self.trained = trained
         self.finishing = False  # the trainer saves, exports and ends
         self.exported = False  # it has
@@ -49,9 +52,18 @@ class StepDesk:
         self._entries = {int(entry.file["step"]): entry for entry in waiting}
         self._on_trained = on_trained
         self._save_now = save_now
+        self._steps_at_once = steps_at_once
+        # The groups of step files that are in flight: what was trained before a rollback is not any more.
+        dead = {i.group for entry in waiting for i in dispatcher.ended(entry.trained)}
+        self._in_files = {step: {i.group for i in entry.trained} - dead for step, entry in self._entries.items()}
+        self._actors: set[int] = set()
+        self._wanted: int | None = None  # as the actors were told
+        self._wanted_bell = Bell()  # a thousand actors need not wake for everything
+        bell.on_ring(self._look_for_wanted)
 
     def handlers(self) -> dict[str, Handler]:
         return {
+            "wanted": self._wanted_now,
             "next_rollouts": self._next_rollouts,
             "step_file": self._step_file,
             "next_step": self._next_step,
@@ -64,13 +76,24 @@ class StepDesk:
         """The step for which no file exists yet."""
         return max([self.trained, *self._entries]) + 1
 
-    @property
-    def hungry(self) -> bool:
-        """Whether the trainer has no step file and the next one lacks only the last few groups: what actors have gathered is
-        wanted at once. (While it lacks more, they gather for large files.)"""
-        wanted = self._dispatcher.settings.groups_per_step
-        lacking = wanted - self._dispatcher.received
-        return not self._entries and not self.finishing and 0 < lacking <= max(wanted // 4, 1)
+    def _look_for_wanted(self) -> None:
+        """Find at how many finished groups an actor publishes them at once, for a step that waits; None: no step does. It is
+        half an actor's share of what the step lacks. So whenever all actors together hold what it lacks, some of them publish,
+        then the others, until it is complete; and the files that come last, which are read while everyone waits, are small."""
+        in_files = set[int]().union(*self._in_files.values())
+        lacking = 0 if self.finishing else self._dispatcher.lacking(in_files, self._steps_at_once)
+        wanted = math.ceil(lacking / (2 * max(len(self._actors), 1))) or None
+        if wanted != self._wanted or self._rollouts.ended:
+            self._wanted = wanted
+            self._wanted_bell.ring()
+
+    async def _wanted_now(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        """Answered as soon as it is not what the actor knows."""
+        if member.index not in self._actors:
+            self._actors.add(member.index)
+            self._look_for_wanted()
+        await self._wanted_bell.until(lambda: self._wanted != body["known"] or self._rollouts.ended, LONG_POLL_S)
+        return {"groups": self._wanted, "stop": self._rollouts.ended}
 
     async def _next_rollouts(self, member: Member, body: Mapping[str, Any]) -> Answer:
         after, known_step = int(body["after"]), body.get("trained_step")
@@ -102,6 +125,7 @@ class StepDesk:
             raise ValueError(f"step file {step} holds rollouts that have ended already, {dead[0]} for one")
         await self._rollouts.discard(body["discarded"])
         self._entries[step] = StepEntry(file, trained, dict(body["metrics"]))
+        self._in_files[step] = {i.group for i in trained}
         self._bell.ring()
         return {}
 
@@ -125,6 +149,7 @@ class StepDesk:
             raise ValueError(f"step {step} reported as trained, step {self.trained + 1} expected")
         self.trained = step
         entry = self._entries.pop(step)
+        del self._in_files[step]
         events = self._dispatcher.trained(step, entry.trained)
         self._rollouts.forget()
         await self._record(events)

@@ -7,12 +7,12 @@ advantage; every sampled token carries its log-prob and the lag of its version f
 `prepare` does what a group alone decides, as it comes in; `build_step` what the step decides.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from prl.flow.ids import RolloutId
 from prl.flow.packing import deal, pack
@@ -20,6 +20,11 @@ from prl.flow.versions import Version, is_ancestor, lag
 from prl.preprocess.advantages import GroupRewards, step_advantages
 from prl.preprocess.options import PreprocessOptions
 from prl.streams.records import Float32, Group, Int32, MicroBatch, Rollout, StepFacts, Turn
+
+Array = npt.NDArray[Any]
+Bool = npt.NDArray[np.bool_]
+Int64 = npt.NDArray[np.int64]
+Steps = TypeVar("Steps", int, Int64)
 
 TOO_OLD = "too old"
 ABANDONED = "sampled by an abandoned version"
@@ -99,6 +104,19 @@ class Sample(NamedTuple):
     sequences: list[TokenSequence]
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The spans of all sequences of a group's samples, one after another: what a step decides, it decides for all at once."""
+
+    samples: Int64  # [sequences], which sample each belongs to
+    lengths: Int64  # [sequences], in tokens
+    counts: Int64  # [sequences], of spans
+    tokens: Int64  # [spans]; this and the next two as in Span
+    version_steps: Int64  # [spans]
+    turns: Int64  # [spans]
+    places: Int64  # [spans], of its rollout in the group
+
+
 @dataclass(slots=True)
 class Prepared:
     """A group as it came. Baselines and metrics are of all its rollouts: one that is left out has still been sampled."""
@@ -108,6 +126,7 @@ class Prepared:
     versions: frozenset[Version]  # that sampled its tokens
     samples: list[Sample]  # none: all its rollouts are discarded
     discarded: list[tuple[RolloutId, str]]
+    columns: Columns = field(init=False)  # of the samples
     output_tokens: int = 0
     cut: int = 0  # rollouts
     mixed: int = 0  # rollouts sampled by more than one version
@@ -115,7 +134,7 @@ class Prepared:
     @property
     def newest(self) -> int:
         """The step of the newest version that sampled a token which trains."""
-        return max(span.version_step for sample in self.samples for sequence in sample.sequences for span in sequence.spans)
+        return int(self.columns.version_steps.max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +162,7 @@ def refusal(versions: frozenset[Version], newest: int, moment: Moment, too_old: 
     return TOO_OLD if _age(moment, deciding) > moment.max_lag else None
 
 
-def _age(moment: Moment, version_step: int) -> int:
+def _age(moment: Moment, version_step: Steps) -> Steps:
     """`lag` of a version by its step alone."""
     return moment.step - 1 - version_step
 
@@ -183,7 +202,19 @@ def prepare(group: Group, options: PreprocessOptions) -> Prepared:
         else:
             prepared.samples.append(Sample(place, rollout_id, sequences))
     prepared.versions = frozenset(group_versions)
+    prepared.columns = _to_columns(prepared.samples)
     return prepared
+
+
+def _to_columns(samples: Sequence[Sample]) -> Columns:
+    sequences = [sequence for sample in samples for sequence in sample.sequences]
+    per_sample = np.array([len(sample.sequences) for sample in samples], np.int64)
+    owners = np.repeat(np.arange(len(samples)), per_sample)
+    counts = np.array([len(sequence.spans) for sequence in sequences], np.int64)
+    spans = np.array([span for sequence in sequences for span in sequence.spans], np.int64).reshape(-1, len(Span._fields))
+    places = np.array([sample.place for sample in samples], np.int64)[owners]
+    lengths = np.array([sequence.tokens for sequence in sequences], np.int64)
+    return Columns(owners, lengths, counts, spans[:, 0], spans[:, 1], spans[:, 2], np.repeat(places, counts))
 
 
 def to_sequences(rollout: Rollout) -> list[TokenSequence]:
@@ -206,52 +237,56 @@ def to_sequences(rollout: Rollout) -> list[TokenSequence]:
 # One step
 
 
-@dataclass(slots=True)
-class _Sequence:
-    """A sequence in its step: values of each of its spans."""
+@dataclass(frozen=True, slots=True)
+class _Sequences:
+    """All sequences of a step's groups, and what their spans are trained with."""
 
-    rollout: RolloutId
-    tokens: TokenSequence
-    lags: list[int]  # -1 where nothing trains
-    weights: list[float]
-    advantages: list[float]
-    trained: int  # tokens
+    sequences: list[TokenSequence]
+    rollouts: list[RolloutId]  # of each sequence
+    samples: Int64  # [sequences], which of the step's samples each belongs to
+    lengths: Int64  # [sequences], in tokens
+    counts: Int64  # [sequences], of spans
+    tokens: Int64  # [spans]
+    ages: Int64  # [spans], in optimizer steps
+    sampled: Bool  # [spans], False: context
+    trains: Bool  # [spans]
+    advantages: Float32  # [spans]
+
+    def per_sequence(self, of_spans: Array) -> Int64:
+        """Sums over the spans of each sequence."""
+        return np.add.reduceat(of_spans, np.cumsum(self.counts) - self.counts, dtype=np.int64)
 
 
 def build_step(groups: Sequence[Prepared], moment: Moment, options: PreprocessOptions, data_parallel_size: int) -> Step:
     """Pack the samples of the groups into micro-batches for so many data-parallel ranks. At least one token has to train."""
-    advantages = step_advantages([g.rewards for g in groups], options.advantage, options.baseline)
-    limit = moment.max_lag if options.too_old == "mask" else None
-    sequences: list[_Sequence] = []
-    trained: list[RolloutId] = []
+    samples = [sample for group in groups for sample in group.samples]
+    sequences = _in_step(groups, samples, moment, options)
+    trained_tokens = sequences.per_sequence(sequences.tokens * sequences.trains)
+    of_samples = np.bincount(sequences.samples, trained_tokens, len(samples))
+    trained = [sample.rollout for sample, tokens in zip(samples, of_samples, strict=True) if tokens]
     discarded = [end for group in groups for end in group.discarded]
-    for group, of_group in zip(groups, advantages, strict=True):
-        for place, rollout, parts in group.samples:
-            found = _in_step(rollout, parts, of_group[place].tolist(), moment, limit)
-            if not found:
-                discarded.append((rollout, TOO_OLD))
-                continue
-            if options.token_weight == "sample":
-                _weigh_by_sample(found)
-            sequences += found
-            trained.append(rollout)
-    lengths = [s.tokens.tokens for s in sequences]
-    bins = pack(lengths, options.pack_tokens, data_parallel_size)
-    microbatches = [_microbatch([sequences[i] for i in members]) for members in bins]
+    discarded += [(sample.rollout, TOO_OLD) for sample, tokens in zip(samples, of_samples, strict=True) if not tokens]
+    weights = sequences.trains.astype(np.float32)
+    if options.token_weight == "sample":  # a rollout weighs 1 in all, shared by its trained tokens wherever they lie
+        shares = 1.0 / np.maximum(of_samples, 1.0)
+        weights *= np.repeat(shares[sequences.samples], sequences.counts).astype(np.float32)
+    kept = np.flatnonzero(trained_tokens)
+    bins = [kept[members] for members in pack(sequences.lengths[kept], options.pack_tokens, data_parallel_size)]
+    microbatches = [_microbatch(sequences, weights, members) for members in bins]
     facts = StepFacts(
         step=moment.step,
         denominator=_denominator(microbatches, len(trained) + len(discarded), options),
-        trained_tokens=sum(s.trained for s in sequences),
+        trained_tokens=int(trained_tokens.sum()),
         samples=len(trained),
         microbatches=len(microbatches),
     )
-    loads = [sum(lengths[i] for i in members) for members in bins]
+    loads = [int(sequences.lengths[members].sum()) for members in bins]
     ranks = [sum(loads[b] for b in dealt) for dealt in deal(loads, data_parallel_size)]
     metrics = {
         **_group_metrics(groups),
-        **_lag_metrics(sequences, moment),
+        **_lag_metrics(sequences, trained_tokens, moment),
         "rollouts": float(len(trained)),
-        "pack_waste": 1.0 - sum(lengths) / (len(bins) * options.pack_tokens),
+        "pack_waste": 1.0 - sum(loads) / (len(bins) * options.pack_tokens),
         "rank_tokens_max_over_mean": max(ranks) * len(ranks) / sum(ranks),
     }
     return Step(facts, microbatches, trained, discarded, metrics)
@@ -264,66 +299,56 @@ def _denominator(microbatches: Sequence[MicroBatch], rollouts: int, options: Pre
     return float(sum(m.loss_weights.sum(dtype=np.float64) for m in microbatches))
 
 
-def _in_step(
-    rollout: RolloutId, parts: Sequence[TokenSequence], advantages: Sequence[float], moment: Moment, limit: int | None
-) -> list[_Sequence]:
-    """The sequences of a rollout of which something trains; tokens with a lag above `limit` do not."""
-    found = []
-    for part in parts:
-        sequence = _Sequence(rollout, part, [], [], [], 0)
-        for tokens, version_step, turn in part.spans:
-            age = _age(moment, version_step)
-            if version_step < 0 or (limit is not None and age > limit):
-                sequence.lags.append(-1)
-                sequence.weights.append(0.0)
-                sequence.advantages.append(0.0)
-            else:
-                sequence.lags.append(age)
-                sequence.weights.append(1.0)
-                sequence.advantages.append(advantages[turn])
-                sequence.trained += tokens
-        if sequence.trained:
-            found.append(sequence)
-    return found
+def _in_step(groups: Sequence[Prepared], samples: Sequence[Sample], moment: Moment, options: PreprocessOptions) -> _Sequences:
+    columns = [group.columns for group in groups]
+    of_groups = step_advantages([g.rewards for g in groups], options.advantage, options.baseline)
+    advantages = [of_group[c.places, c.turns] for c, of_group in zip(columns, of_groups, strict=True)]
+    before = np.cumsum([0, *(len(group.samples) for group in groups)])
+    version_steps = np.concatenate([c.version_steps for c in columns])
+    ages = _age(moment, version_steps)
+    sampled = version_steps >= 0
+    return _Sequences(
+        sequences=[sequence for sample in samples for sequence in sample.sequences],
+        rollouts=[sample.rollout for sample in samples for _ in sample.sequences],
+        samples=np.concatenate([c.samples + start for c, start in zip(columns, before[:-1], strict=True)]),
+        lengths=np.concatenate([c.lengths for c in columns]),
+        counts=np.concatenate([c.counts for c in columns]),
+        tokens=np.concatenate([c.tokens for c in columns]),
+        ages=ages,
+        sampled=sampled,
+        trains=sampled & (ages <= moment.max_lag) if options.too_old == "mask" else sampled,
+        advantages=np.concatenate(advantages, dtype=np.float32),
+    )
 
 
-def _weigh_by_sample(sequences: Sequence[_Sequence]) -> None:
-    """A rollout weighs 1 in all, shared evenly by its trained tokens, also where they lie in several sequences."""
-    share = 1.0 / sum(s.trained for s in sequences)
-    for sequence in sequences:
-        sequence.weights = [weight * share for weight in sequence.weights]
-
-
-def _microbatch(members: Sequence[_Sequence]) -> MicroBatch:
+def _microbatch(step: _Sequences, weights: Float32, members: Int64) -> MicroBatch:
     """Concatenate sequences."""
-    parts = [m.tokens for m in members]
+    numbers = members.tolist()
+    parts = [step.sequences[n] for n in numbers]
+    lengths, counts = step.lengths[members], step.counts[members]
     boundaries = np.zeros(len(parts) + 1, np.int32)
-    np.cumsum([p.tokens for p in parts], out=boundaries[1:])
+    np.cumsum(lengths, out=boundaries[1:])
     total = int(boundaries[-1])
-    spans = np.array([span.tokens for p in parts for span in p.spans])
-    lags = np.array([value for m in members for value in m.lags], np.int32)
-    weights = np.array([value for m in members for value in m.weights], np.float32)
-    advantages = np.array([value for m in members for value in m.advantages], np.float32)
+    first_spans = (np.cumsum(step.counts) - step.counts)[members]
+    spans = np.repeat(first_spans - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+    tokens, trains = step.tokens[spans], step.trains[spans]
     old_logprobs = np.zeros(total, np.float32)
-    positions = np.empty(total, np.int32)
-    counting = np.arange(max(p.tokens for p in parts), dtype=np.int32)
     end = 0
     for part in parts:
-        positions[end : end + part.tokens] = counting[: part.tokens]
         for piece, logprobs in zip(part.pieces, part.logprobs, strict=True):
             start, end = end, end + len(piece)
             if logprobs is not None:
                 old_logprobs[start:end] = logprobs
     return MicroBatch(
-        tokens=np.concatenate([piece for p in parts for piece in p.pieces], dtype=np.int32),
-        positions=positions,
+        tokens=np.concatenate([piece for part in parts for piece in part.pieces], dtype=np.int32),
+        positions=np.arange(total, dtype=np.int32) - np.repeat(boundaries[:-1], lengths),
         boundaries=boundaries,
-        loss_weights=np.repeat(weights, spans),
-        advantages=np.repeat(advantages, spans),
+        loss_weights=np.repeat(weights[spans], tokens),
+        advantages=np.repeat(step.advantages[spans] * trains, tokens),
         old_logprobs=old_logprobs,
         reference_logprobs=None,
-        lags=np.repeat(lags, spans),
-        rollouts=tuple(m.rollout for m in members),
+        lags=np.repeat(np.where(trains, step.ages[spans], -1).astype(np.int32), tokens),
+        rollouts=tuple(step.rollouts[n] for n in numbers),
     )
 
 
@@ -340,17 +365,13 @@ def _group_metrics(groups: Sequence[Prepared]) -> dict[str, float]:
     }
 
 
-def _lag_metrics(sequences: Sequence[_Sequence], moment: Moment) -> dict[str, float]:
+def _lag_metrics(step: _Sequences, trained_tokens: Int64, moment: Moment) -> dict[str, float]:
     """`too_old_tokens`: over the limit, trained or masked."""
-    trained: Counter[int] = Counter()
-    sampled: Counter[int] = Counter()
-    for sequence in sequences:
-        for span, age in zip(sequence.tokens.spans, sequence.lags, strict=True):
-            trained[age] += span.tokens
-            sampled[_age(moment, span.version_step)] += span.tokens * (span.version_step >= 0)
-    del trained[-1]
+    ages, tokens = step.ages, step.tokens
+    of_trained = np.repeat(trained_tokens > 0, step.counts)
+    too_old = of_trained & step.sampled & (ages > moment.max_lag)
     return {
-        "lag_mean": sum(age * tokens for age, tokens in trained.items()) / trained.total(),
-        "lag_max": float(max(trained)),
-        "too_old_tokens": float(sum(tokens for age, tokens in sampled.items() if age > moment.max_lag)),
+        "lag_mean": float((ages * tokens)[step.trains].sum() / tokens[step.trains].sum()),
+        "lag_max": float(ages[step.trains].max()),
+        "too_old_tokens": float(tokens[too_old].sum()),
     }

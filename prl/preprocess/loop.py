@@ -18,7 +18,7 @@ from prl.control.server import Bell
 from prl.flow.events import to_discard_rows, to_rows
 from prl.flow.ids import RolloutId
 from prl.preprocess.assemble import DROPPED, Moment
-from prl.preprocess.builder import BuilderSettings, Built, PublishedStep, UnreadableEntry, Workshop
+from prl.preprocess.builder import BuilderSettings, Built, Made, PublishedStep, UnreadableEntry, Workshop
 from prl.preprocess.replay import replay
 from prl.preprocess.steps import Arrival, StepMaker, StepOrder
 from prl.streams.contract import announced
@@ -60,7 +60,7 @@ class _Job:
     """A step in the making."""
 
     order: StepOrder
-    built: "asyncio.Future[Built]"
+    made: "asyncio.Future[Made]"
 
     @property
     def step(self) -> int:
@@ -97,7 +97,7 @@ class _Loop:
         finally:
             for task in tasks:
                 task.cancel()
-            await self._ended(*tasks, *(job.built for job in self._jobs))
+            await self._ended(*tasks, *(job.made for job in self._jobs))
 
     async def _ended(self, *work: "asyncio.Future[Any]") -> None:
         """Wait for work whose outcome no longer matters. Raises TimeoutError."""
@@ -122,16 +122,16 @@ class _Loop:
             answer = await self._client.call(
                 "next_rollouts", body, deadline_s=_LONG_POLL_S + self._wait_s, reason="waiting for rollouts"
             )
-            came_s = time.monotonic()
+            heard_s = time.monotonic()
             if answer["stop"]:
                 return
             if self._next_step is None:
                 self._next_step = int(answer["next_step"])
                 self._client.progress(f"waiting for rollouts of step {self._next_step}")
-            self._note_trained(int(answer["trained_step"]), came_s)
+            self._note_trained(int(answer["trained_step"]), heard_s)
             awaited = [int(answer["awaited_from"])]
             for announcement in answer["announcements"]:
-                awaited += await self._take_in(announcement, came_s)
+                awaited += await self._take_in(announcement, heard_s - announcement["age_s"], heard_s)
                 if self._child.config.run.order == "arrival":
                     self._order(answer, min(awaited))  # what follows may be for a later step
             self._cursor = int(answer["cursor"])
@@ -146,7 +146,7 @@ class _Loop:
         self._maker.trained(step)
         self._bell.ring()
 
-    async def _take_in(self, announcement: Mapping[str, Any], came_s: float) -> list[int]:
+    async def _take_in(self, announcement: Mapping[str, Any], announced_s: float, heard_s: float) -> list[int]:
         """Read an announced entry; the groups that could not be read and are awaited anew."""
         entry = announced(announcement, self._child.attempt)
         self._seen[entry.writer] = max(entry.sequence, self._seen.get(entry.writer, -1))
@@ -166,7 +166,7 @@ class _Loop:
         except StreamError as error:
             await self._sample_again(entry.name, sorted(wanted), error)
             return [group for group, _ in wanted]
-        arrival = Arrival(came_s, time.monotonic())
+        arrival = Arrival(announced_s, heard_s, time.monotonic())
         for group in groups:
             if (group.group, group.issue) in wanted:
                 self._maker.add(group, entry, arrival)
@@ -211,7 +211,8 @@ class _Loop:
             if chosen is None:
                 break
             order = self._maker.take(chosen, moment)
-            self._jobs.append(_Job(order, self._workshop.build(order, self._sequence)))
+            next_one = not self._jobs and moment.step <= self._trained_step + 2
+            self._jobs.append(_Job(order, self._workshop.make(order, self._sequence, publish=next_one)))
             self._sequence += 1
             self._next_step += 1
             self._bell.ring()
@@ -223,7 +224,7 @@ class _Loop:
         self._broken = None
         self._next_step = jobs[0].step
         lost = [lost for job in jobs for lost in self._maker.give_back(job.order, error.name)]
-        await self._ended(*(job.built for job in jobs))
+        await self._ended(*(job.made for job in jobs))
         await self._sample_again(error.name, lost, error)
 
     # Steps out
@@ -236,8 +237,8 @@ class _Loop:
             self._client.progress(f"writing step {job.step}")
             try:
                 async with asyncio.timeout(self._wait_s):
-                    built = await job.built
-                    published = await self._workshop.publish(job.step)
+                    built, published = await job.made
+                    published = published or await self._workshop.publish(job.step)
             except UnreadableEntry as error:
                 self._broken = error
                 continue
@@ -253,13 +254,15 @@ class _Loop:
         return near and self._broken is None
 
     async def _announce(self, job: _Job, built: Built, published: PublishedStep, now_s: float) -> None:
-        opened_s = self._opened_s.pop(job.step, job.order.last.came_s)
+        last = job.order.last
+        opened_s = self._opened_s.pop(job.step, last.announced_s)
         discarded = self._count_dropped(built.discarded)
         metrics = {
             **built.metrics,
-            "held_back_s": max(0.0, opened_s - job.order.last.came_s),
-            "ready_s": now_s - max(opened_s, job.order.last.came_s),
-            "read_s": job.order.last.read_s - job.order.last.came_s,
+            "held_back_s": max(0.0, opened_s - last.announced_s),
+            "ready_s": now_s - max(opened_s, last.announced_s),
+            "heard_s": last.heard_s - last.announced_s,
+            "read_s": last.read_s - last.heard_s,
             "build_s": built.seconds,
             "publish_s": published.seconds,
             "quarantined_files": float(len(self._unreadable)),

@@ -19,9 +19,11 @@ _OBJECTS_BYTES = 2048  # of a rollout in memory, besides its arrays
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When a group was announced and when it was read, in seconds of the caller's clock."""
+    """When a group was announced to the orchestrator, when that was heard here, and when the group was read, in seconds of the
+    caller's clock."""
 
-    came_s: float
+    announced_s: float
+    heard_s: float
     read_s: float
 
 

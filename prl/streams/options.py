@@ -27,9 +27,13 @@ class StreamsOptions:
         Literal["folder", "redis"], "folder: rollouts cross as files on the shared filesystem; redis: through a Redis server"
     ] = "folder"
     redis: Annotated[RedisOptions, "the server, with backend: redis"] = field(default_factory=RedisOptions)
-    roll_groups: Annotated[int, "rollouts are published when there are so many groups,", AtLeast(1)] = 32
+    roll_groups: Annotated[
+        int, "an actor publishes its finished groups when the next step waits for them, when there are so many,", AtLeast(1)
+    ] = 32
     roll_mib: Annotated[int, "or so many MiB,", AtLeast(1)] = 64
-    roll_s: Annotated[float, "or when its first group is so many seconds old", AtLeast(0)] = 0.2
+    # Only what no step waits for gets so old: a long time costs no step anything. A file every few seconds is little even for
+    # the metadata server behind a thousand actors (200 files/s), and what a dead actor held is soon sampled again.
+    roll_s: Annotated[float, "or when the first of them is so many seconds old", AtLeast(0)] = 5.0
     queue_mib: Annotated[
         int, "an actor waits while more than so many MiB of its finished groups are not durable", AtLeast(1)
     ] = 256

@@ -68,7 +68,6 @@ async def serve(pipe) -> None:
                 "leases": leases,
                 "samplers": [{"replica": 0, "url": sampler.url}],
                 "verifier": None,
-                "hurry": False,
                 "stop": not leases,
             }
 
@@ -79,7 +78,12 @@ async def serve(pipe) -> None:
                 finished.set()
             return {"late": []}
 
-        server = ControlServer(TOKEN, {"lease": lease, "rollouts": rollouts}, on_join=print, on_fail=print)
+        async def wanted(member, body):
+            await finished.wait()
+            return {"groups": None}
+
+        handlers = {"lease": lease, "rollouts": rollouts, "wanted": wanted}
+        server = ControlServer(TOKEN, handlers, on_join=print, on_fail=print)
         pipe.send(await server.start("127.0.0.1"))
         await asyncio.to_thread(pipe.recv)
 

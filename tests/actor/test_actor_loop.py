@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+import time
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 
@@ -36,14 +37,14 @@ from prl.verifier.client import VerifierClient
 class Orchestrator:
     """Hands out what a test puts in `leases` and notes what comes back."""
 
-    def __init__(self):
+    def __init__(self, wanted):
         self.leases = []
         self.asked = []  # groups wanted, of each lease call
         self.announcements = []
         self.failed = []
         self.evaluations = []
         self.samplers = []
-        self.hurry = False
+        self.wanted_groups = wanted
         self.discarded = []
         self.stop = False
         self.working = None  # the actor's task
@@ -55,7 +56,11 @@ class Orchestrator:
         taken, self.leases = self.leases[: body["groups"]], self.leases[body["groups"] :]
         samplers = [{"replica": k, "url": s.url} for k, s in enumerate(self.samplers)]
         leases = [asdict(lease) for lease in taken]
-        return {"leases": leases, "samplers": samplers, "verifier": None, "hurry": self.hurry, "stop": self.stop}
+        return {"leases": leases, "samplers": samplers, "verifier": None, "stop": self.stop}
+
+    async def wanted(self, member, body):
+        await self.bell.until(lambda: self.wanted_groups != body["known"] or self.stop, 5.0)
+        return {"groups": self.wanted_groups, "stop": self.stop}
 
     async def rollouts(self, member, body):
         self.announcements.append(body)
@@ -77,6 +82,10 @@ class Orchestrator:
         self.stop = True
         self.bell.ring()
 
+    def want(self, groups):
+        self.wanted_groups = groups
+        self.bell.ring()
+
     def offer(self, *leases):
         self.leases += leases
         self.bell.ring()
@@ -95,11 +104,13 @@ def run(tmp_path):
 
 
 @asynccontextmanager
-async def actor_at_work(run, *samplers, tasks=None, enough=None, streams=None, **options):
-    """The orchestrator of a running actor; the actor is awaited at the end."""
-    orchestrator = Orchestrator()
+async def actor_at_work(run, *samplers, tasks=None, enough=None, streams=None, wanted=1, **options):
+    """The orchestrator of a running actor, who wants every group at once unless told otherwise; the actor is awaited at the
+    end."""
+    orchestrator = Orchestrator(wanted)
     orchestrator.samplers = list(samplers)
-    handlers = {name: getattr(orchestrator, name) for name in ("lease", "rollouts", "group_failed", "evaluation", "discard")}
+    calls = ("lease", "wanted", "rollouts", "group_failed", "evaluation", "discard")
+    handlers = {name: getattr(orchestrator, name) for name in calls}
     server = ControlServer(TOKEN, handlers, on_join=lambda member: None, on_fail=lambda *_: None)
     url = await server.start("127.0.0.1")
     tasks = tasks or load_tasks([DomainOptions(name="digits")], 1, ModelTokenizer(run.model), None)
@@ -324,17 +335,32 @@ def test_a_group_is_handed_in_without_the_rollouts_that_failed_or_were_late(run,
     assert [rollout.reward for rollout in group.rollouts] == [0.0, 1.0, 2.0]
 
 
-def test_an_actor_in_a_hurry_publishes_what_it_has(run):
+def test_an_actor_that_has_no_room_hears_at_once_that_a_step_waits(run):
+    """All its groups are in flight, so that it leases none; what it has finished is published."""
+
     async def scenario():
         streams = StreamsOptions(roll_s=1000, roll_groups=1000)
-        async with SamplerStandIn(solve) as sampler, actor_at_work(run, sampler, streams=streams) as orchestrator:
+        async with (
+            SamplerStandIn(solve) as sampler,
+            actor_at_work(run, sampler, streams=streams, wanted=None, max_groups=2) as orchestrator,
+        ):
             orchestrator.offer(train(0), train(1))
-            await until(lambda: len(orchestrator.asked) == 2)  # the next lease waits
-            await asyncio.sleep(0.3)
+            await until(lambda: len(sampler.bodies) == 2)
+            sampler.hold = asyncio.Event()
+            orchestrator.offer(train(2), train(3))
+            await until(lambda: len(sampler.bodies) == 4)
+            await asyncio.sleep(0.1)
             assert not orchestrator.groups
-            orchestrator.hurry = True
-            orchestrator.offer(train(2))
-            await until(lambda: sorted(orchestrator.groups) == [0, 1, 2])
+            assert not orchestrator.leases
+            orchestrator.want(3)  # more than it has; it hears of fewer as well
+            await asyncio.sleep(0.1)
+            assert not orchestrator.groups
+            orchestrator.want(2)
+            began_s = time.monotonic()
+            await until(lambda: sorted(orchestrator.groups) == [0, 1])
+            assert time.monotonic() - began_s < 1.0  # some ms where nobody else computes
+            sampler.hold.set()
+            await until(lambda: sorted(orchestrator.groups) == [0, 1, 2, 3])
 
     asyncio.run(scenario())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -75,23 +76,55 @@ def test_groups_are_published_by_number_bytes_and_age():
     play(scenario())
 
 
-def test_a_hurry_publishes_at_once_what_is_there():
+def test_what_a_step_wants_is_published_at_once():
     async def scenario():
-        world = World(roll_groups=100, roll_s=1000)
+        world = World(roll_groups=3, roll_s=1000)
         running = asyncio.create_task(world.publisher.run())
-        world.publisher.hurry()  # nothing is there, and the next group is not hurried by it
         await world.publisher.put(group(0))
+        await world.publisher.put(group(1))
         await asyncio.sleep(0.05)
         assert world.written == []
-        await world.publisher.put(group(1))
-        world.publisher.hurry()
+        world.publisher.want(2)
         await world.until_written(1)
         await world.publisher.put(group(2))
         await asyncio.sleep(0.05)
-        assert world.written == [[0, 1]]
+        assert world.written == [[0, 1]]  # one is not enough
+        world.publisher.want(1)
+        await world.until_written(2)
+        await world.publisher.put(group(3))
+        await world.until_written(3)
+        world.publisher.want(None)  # nothing is wanted any more
+        await world.publisher.put(group(4))
+        await asyncio.sleep(0.05)
+        assert world.written == [[0, 1], [2], [3]]
+        world.publisher.want(100)  # more than there may be in a file
+        await world.publisher.put(group(5))
+        await world.publisher.put(group(6))
+        await world.until_written(4)
         world.publisher.close()
         await running
+        assert world.announced == [[0, 1], [2], [3], [4, 5, 6]]
+
+    play(scenario())
+
+
+def test_a_group_that_came_while_others_were_written_is_as_old_as_it_is():
+    async def scenario():
+        world = World(roll_groups=2, roll_s=0.5)
+        world.free.clear()
+        running = asyncio.create_task(world.publisher.run())
+        await world.publisher.put(group(0))
+        await world.publisher.put(group(1))
+        await asyncio.sleep(0.05)
+        await world.publisher.put(group(2))
+        await asyncio.sleep(0.5)
+        world.free.set()
+        began_s = time.monotonic()
+        await world.until_written(2)
+        assert time.monotonic() - began_s < 0.4
         assert world.announced == [[0, 1], [2]]
+        world.publisher.close()
+        await running
 
     play(scenario())
 

@@ -24,11 +24,9 @@ class Received:
 
 
 class Run:
-    """`in_order`: groups are trained in the order in which they were handed out, otherwise as they come."""
-
-    def __init__(self, settings: DispatcherSettings, in_order: bool) -> None:
+    def __init__(self, settings: DispatcherSettings) -> None:
         self.settings = settings
-        self.in_order = in_order
+        self.in_order = settings.order == "dispatch"
         self.dispatcher = Dispatcher(settings)
         self.dispatcher.problems(SIZES)
         self.dispatcher.committed(Version(0, 0))
@@ -143,8 +141,7 @@ class Run:
                 assert not self.in_order  # then admission alone keeps the limit
                 del self.received[group]
                 self.tell_twice(lambda entry=entry: self.dispatcher.discarded(entry.ids, "too old"))
-        below = self.dispatcher.awaited_from
-        ready = sorted(g for g in self.received if g < below) if self.in_order else list(self.received)
+        ready = self.ready()
         if len(ready) >= self.settings.groups_per_step and step <= min(self.step + 2, self.settings.steps):
             self.files[step] = [self.received.pop(g) for g in ready[: self.settings.groups_per_step]]
             assert not self.dispatcher.ended(self.ids_of(step))
@@ -231,9 +228,30 @@ class Run:
         assert self.dispatcher.counts == {k: sum(e.kind == k for e in self.ledger) for k in ("issued", *ENDS)}
         reasons = Counter(e.reason for e in self.ledger if e.kind == "discarded")
         assert self.dispatcher.discard_reasons == reasons
+        self.check_lacking()
         if self.settings.epochs is not None:
             first = Counter((e.rollout.problem, e.rollout.rollout) for e in self.ledger if self.is_first(e))
             assert max(first.values(), default=0) <= self.settings.epochs
+
+    def check_lacking(self) -> None:
+        """A step lacks groups as long as it cannot be made and something may still come."""
+        s, d = self.settings, self.dispatcher
+        ended = set(d.ended(i for step in self.files for i in self.ids_of(step)))
+        in_files = {i.group for step in self.files for i in self.ids_of(step) if i not in ended}
+        lacking, out = d.lacking(in_files), d.in_flight - len(self.received) - len(in_files) + max(d.budget(), 0)
+        if s.mode == "conventional":
+            assert lacking == out
+        elif len(self.ready()) >= s.groups_per_step:
+            assert lacking == 0
+        elif self.in_order:
+            assert min(1, out) <= lacking <= min(s.groups_per_step, out)
+        else:
+            assert lacking == min(s.groups_per_step - len(self.received), out)
+
+    def ready(self) -> list[int]:
+        """The groups that may be taken for a step, the first ones first."""
+        below = self.dispatcher.awaited_from
+        return sorted(g for g in self.received if g < below) if self.in_order else list(self.received)
 
     def is_first(self, event: LedgerEvent) -> bool:
         return event.kind == "issued" and event.rollout.issue == 0

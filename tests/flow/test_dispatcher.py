@@ -232,6 +232,46 @@ def test_a_resumed_run_evaluates_only_what_is_new():
     assert dispatcher.evaluations_pending == 1
 
 
+def test_a_step_lacks_what_has_not_come_back():
+    dispatcher = started(groups_per_step=3, max_lag=2)
+    assert dispatcher.lacking([]) == 3  # may be handed out
+    dispatcher.lease(0, 9, 0.0)
+    for group, lacking in [(4, 2), (5, 1), (6, 0), (7, 0)]:
+        dispatcher.result(group, 0)
+        assert dispatcher.lacking([]) == lacking
+    assert dispatcher.lacking([], steps=2) == 2  # the second step has group 7
+    assert dispatcher.lacking([4, 5, 6]) == 2  # they are in a file
+    assert [dispatcher.lacking([], steps) for steps in (3, 1)] == [2, 0]
+
+
+def test_in_the_order_of_dispatch_a_step_lacks_the_earliest():
+    dispatcher = started(groups_per_step=3, max_lag=2, order="dispatch")
+    dispatcher.lease(0, 9, 0.0)
+    for group, lacking in [(4, 3), (1, 2), (6, 2), (0, 1), (2, 0)]:
+        dispatcher.result(group, 0)
+        assert dispatcher.lacking([]) == lacking
+    assert dispatcher.lacking([], steps=2) == 2  # 3 and 5; 4 has come
+    assert dispatcher.lacking([0, 1, 2]) == 2
+
+
+def test_a_step_lacks_no_more_than_is_out():
+    dispatcher = started(sizes={"a": 4}, epochs=1, groups_per_step=3)
+    leases = dispatcher.lease(0, 9, 0.0).leases
+    train(dispatcher, 1, leases[:3])
+    assert dispatcher.lacking([]) == 1  # the last problem of the run
+    dispatcher.result(3, 0)
+    assert dispatcher.lacking([]) == 0
+
+
+def test_a_generation_lacks_all_that_is_out():
+    dispatcher = started(mode="conventional", steps_per_generation=3)
+    leases = dispatcher.lease(0, 4, 0.0).leases
+    assert dispatcher.lacking([]) == 6
+    dispatcher.result(leases[0].group, 0)
+    dispatcher.lease(0, 2, 0.0)
+    assert dispatcher.lacking([leases[0].group]) == 5
+
+
 def test_mistakes_are_named():
     with pytest.raises(DispatcherError, match="weight above 0"):
         Dispatcher(make(weights={"a": 0.0}))

@@ -19,6 +19,7 @@ SETTINGS = st.builds(
     mode=st.sampled_from(["pipeline", "pipeline", "conventional"]),
     max_lag=st.integers(0, 3),
     steps_per_generation=st.integers(1, 3),
+    order=st.sampled_from(["arrival", "dispatch"]),
     groups_per_step=st.integers(1, 3),
     rollouts_per_group=st.integers(1, 3),
     steps=st.integers(1, 12),
@@ -37,19 +38,19 @@ def operations(*names: str):
 
 
 @quick
-@given(SETTINGS, operations(*MISHAPS), st.booleans())
-def test_every_id_ends_once_within_the_budget_and_every_run_ends(chosen, todo, in_order):
-    run = Run(chosen, in_order)
+@given(SETTINGS, operations(*MISHAPS))
+def test_every_id_ends_once_within_the_budget_and_every_run_ends(chosen, todo):
+    run = Run(chosen)
     for operation in todo:
         run.do(operation)
     run.finish()
 
 
 @quick
-@given(SETTINGS, operations(*MISHAPS, *CRASHES), st.booleans())
-def test_crashes_lose_and_double_nothing(chosen, todo, in_order):
+@given(SETTINGS, operations(*MISHAPS, *CRASHES))
+def test_crashes_lose_and_double_nothing(chosen, todo):
     """In the order of dispatch no group is ever too old (the run looks at that), whatever fails and however often."""
-    run = Run(chosen, in_order)
+    run = Run(chosen)
     for operation in todo:
         run.do(operation)
     run.finish()
@@ -58,7 +59,7 @@ def test_crashes_lose_and_double_nothing(chosen, todo, in_order):
 @quick
 @given(SETTINGS, operations(*MISHAPS), operations(*MISHAPS))
 def test_a_saved_state_goes_on_alike(chosen, before, after):
-    run, twin = Run(chosen, in_order=False), Run(chosen, in_order=False)
+    run, twin = Run(chosen), Run(chosen)
     for operation in before:
         run.do(operation)
         twin.do(operation)

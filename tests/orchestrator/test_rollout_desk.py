@@ -31,7 +31,7 @@ class Desks:
         self.bell = Bell()
         self.rollouts = RolloutDesk(
             self.dispatcher, self.record, self.bell,
-            facts=dict, hungry=lambda: self.steps.hungry, on_evaluation=lambda evaluation, body: None, clock=self.clock,
+            facts=dict, on_evaluation=lambda evaluation, body: None, clock=self.clock,
         )  # fmt: skip
         self.rollouts.open = True
         self.steps = StepDesk(
@@ -49,7 +49,10 @@ class Desks:
 
     async def lease(self, groups, actor=0):
         answer = await self.call("lease", {"groups": groups}, actor)
-        return [Lease(**lease) for lease in answer["leases"]], answer["hurry"]
+        return [Lease(**lease) for lease in answer["leases"]]
+
+    async def wanted(self, known, actor=0):
+        return (await self.call("wanted", {"known": known}, actor))["groups"]
 
     async def announce(self, *leases):
         self.sequence += 1
@@ -70,15 +73,15 @@ class Desks:
 def test_announcements_are_forgotten_and_cursors_stay_valid():
     async def scenario():
         desks = Desks()
-        leases, _ = await desks.lease(6)
+        leases = await desks.lease(6)
         for lease in leases:
             await desks.announce(lease)
         assert await desks.read(0) == ([f"f{k}" for k in range(1, 7)], 6)
         await desks.step(1, *leases[:4], discarded=[(i, "filtered") for i in leases[4].rollout_ids()])
         await desks.call("trained", {"step": 1, "metrics": {}})
         assert await desks.read(0) == (["f6"], 6)
-        more, _ = await desks.lease(1)
-        await desks.announce(more[0], leases[0])
+        (more,) = await desks.lease(1)
+        await desks.announce(more, leases[0])
         assert await desks.read(6) == (["f7"], 7)
         assert await desks.read(2) == (["f6", "f7"], 7)
         assert desks.rollouts.cursors() == {"w": 7}
@@ -86,24 +89,47 @@ def test_announcements_are_forgotten_and_cursors_stay_valid():
     asyncio.run(scenario())
 
 
-def test_actors_are_hurried_once_a_step_lacks_its_last_group():
+def test_actors_hear_at_how_many_groups_a_step_wants_them():
+    """Half their share of what it lacks, and nothing while it lacks none."""
+
     async def scenario():
         desks = Desks()
-        leases, hurry = await desks.lease(12)
-        assert len(leases) == 12
-        assert not hurry
-        for lease in leases[:2]:
+        assert await desks.wanted(None) == 2  # one actor, four groups a step
+        assert await desks.wanted(2, actor=1) == 1  # two actors
+        leases = await desks.lease(12)
+        waiting = [asyncio.create_task(desks.wanted(1, actor)) for actor in (0, 1)]
+        for lease in leases[:3]:
             await desks.announce(lease)
-        waiting = [asyncio.create_task(desks.lease(1, actor)) for actor in (0, 1)]
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in waiting)
-        await desks.announce(leases[2])  # three of four
-        assert await asyncio.gather(*waiting) == [([], True)] * 2
-        again = asyncio.create_task(desks.lease(1))
-        await asyncio.sleep(0.05)
-        assert not again.done()  # it has been told
-        await desks.announce(leases[3])
-        assert await again == ([], False)
+        await desks.announce(leases[3])  # step 1 is complete
+        assert await asyncio.gather(*waiting) == [None] * 2
+        again = asyncio.create_task(desks.wanted(None))
+        await desks.announce(leases[4])
+        assert not again.done()  # until there is its file nobody waits for step 2
+        await desks.step(1, *leases[:4])
+        assert await again == 1
+        await desks.announce(*leases[5:8])
+        assert await desks.wanted(1) is None
+        await desks.step(2, *leases[4:8])
+        assert await desks.wanted(None) == 1
+        desks.steps.finishing = True
+        desks.bell.ring()
+        assert await desks.wanted(1) is None
+
+    asyncio.run(scenario())
+
+
+def test_a_dropped_group_is_wanted_anew():
+    async def scenario():
+        desks = Desks()
+        leases = await desks.lease(12)
+        assert await desks.wanted(None) == 2
+        await desks.announce(*leases[:4])
+        assert await desks.wanted(2) is None
+        hearing = asyncio.create_task(desks.wanted(None))
+        await desks.call("discard", {"discarded": to_discard_rows([(i, "filtered") for i in leases[1].rollout_ids()])})
+        assert await hearing == 1
 
     asyncio.run(scenario())
 
@@ -112,13 +138,13 @@ def test_a_group_that_is_out_for_too_long_goes_to_another_actor():
     async def scenario():
         now_s = [0.0]
         desks = Desks(clock=lambda: now_s[0])
-        leases, _ = await desks.lease(1)
+        leases = await desks.lease(1)
         now_s[0] = 1000.0
         await desks.rollouts.expire()
         assert not any(e.kind == "issued_again" for e in desks.ledger)
         now_s[0] = 1001.0
         await desks.rollouts.expire()
-        (again, *_), _ = await desks.lease(12, actor=1)
+        again, *_ = await desks.lease(12, actor=1)
         assert (again.group, again.issue) == (leases[0].group, 1)
         assert await desks.announce(leases[0]) == {"late": [leases[0].group]}
         assert await desks.announce(again) == {"late": []}
@@ -130,7 +156,7 @@ def test_a_group_that_is_out_for_too_long_goes_to_another_actor():
 def test_rollouts_that_an_actor_gave_up_end_with_their_reason():
     async def scenario():
         desks = Desks()
-        (lease,), _ = await desks.lease(1)
+        (lease,) = await desks.lease(1)
         missing, kept = lease.rollout_ids()
         await desks.call("discard", {"discarded": to_discard_rows([(missing, "rollout_deadline")])})
         assert await desks.announce(lease) == {"late": []}

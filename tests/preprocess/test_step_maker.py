@@ -32,7 +32,7 @@ def maker(order="arrival", memory_bytes=ROOM, **options) -> StepMaker:
 
 def add(steps: StepMaker, *groups: Group) -> None:
     for made in groups:
-        steps.add(made, entry(made.group), Arrival(1.0 * made.group, made.group + 0.5))
+        steps.add(made, entry(made.group), Arrival(1.0 * made.group, made.group + 0.25, made.group + 0.5))
 
 
 def at(step: int, max_lag: int = 1) -> Moment:
@@ -45,7 +45,7 @@ def test_arrival_takes_what_comes_first():
     assert steps.choose(at(1)) == [3, 0]
     order = steps.take([3, 0], at(1))
     assert [(m.group, m.issue, m.entry.name) for m in order.members] == [(3, 0, "entry-3"), (0, 0, "entry-0")]
-    assert order.last == Arrival(3.0, 3.5)
+    assert order.last == Arrival(3.0, 3.25, 3.5)
     assert steps.choose(at(2)) is None
 
 
@@ -130,7 +130,7 @@ def test_groups_beyond_the_memory_are_read_again():
 def test_groups_of_one_entry_share_its_bytes():
     steps = maker()
     for number in range(2):
-        steps.add(small(number), entry(7, 5000), Arrival(0, 0))
+        steps.add(small(number), entry(7, 5000), Arrival(0, 0, 0))
     assert steps.held_bytes == 5000 + 4 * 2048
     steps.take([0], at(1))
     assert steps.held_bytes == 5000 + 2 * 2048
@@ -160,7 +160,7 @@ def test_memory_does_not_grow_with_the_run():
             rewards = (1.0, 1.0) if number % 10 == 9 else (0.0, 1.0)
             output = np.full(2000, number)
             made = group(*(([turn([1, 2], output, ((step, None),))], r) for r in rewards), number=number)
-            steps.add(made, entry(number // 4, 4 * 2 * 8 * 2000), Arrival(0, 0))
+            steps.add(made, entry(number // 4, 4 * 2 * 8 * 2000), Arrival(0, 0, 0))
             if len(steps) == 64:
                 while len(steps) > 32:
                     step += 1
@@ -244,7 +244,7 @@ class World:
         if made.numbers:  # the part that was given up
             rest = [replace(i, rollout=0) for i in made.rollout_ids()]
             self.events += self.dispatcher.discarded(rest, "given up")
-        self.maker.add(made, Published(name, "actor-000", 1, 0, 1000, ""), Arrival(0, 0))
+        self.maker.add(made, Published(name, "actor-000", 1, 0, 1000, ""), Arrival(0, 0, 0))
 
     def order(self, spoiled: bool = False) -> None:
         """A step is built, at most two ahead of the trained one; where its first entry is spoiled, it is given up."""

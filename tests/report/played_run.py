@@ -129,7 +129,7 @@ class Attempt:
             for facts in entry.groups:
                 group = self._unannounced.pop((facts.group, facts.issue))
                 if self._dispatcher.result(group.group, group.issue):
-                    self._maker.add(group, entry, Arrival(0.0, 0.0))
+                    self._maker.add(group, entry, Arrival(0.0, 0.0, 0.0))
         self._tick()
 
     def _make(self) -> None:

@@ -99,7 +99,7 @@ def one_pass(run: RunFolder, entries: list[Published], sequence: int) -> Pass:
     for entry in entries:
         wall, cpu = time.perf_counter(), time.process_time()
         for group in reader.read(entry):
-            maker.add(group, entry, Arrival(0, 0))
+            maker.add(group, entry, Arrival(0, 0, 0))
         taken.read_cpu_s += time.process_time() - cpu
         read_s = time.perf_counter() - wall
         moment = Moment(step + 1, 0, {}, 10**6)
