@@ -114,8 +114,8 @@ def main(folder: Path) -> None:
         report("routed", {"given": given, "found": sequences.routings.numpy()})
 
     def adapted(layout: str, options: TrainOptions) -> None:
-        """Three steps that train adapters alone; the last one also from a checkpoint of the first two: one rank's, where the
-        optimizer is not distributed."""
+        """Three steps that train adapters alone; the last one also from a checkpoint of the first two: one rank's, but where the
+        optimizer is distributed or there is a value head."""
         config, chunks = loaded("qwen2_linear", options)
         report(f"adapted_start_{layout}", arrays(export_weights(chunks, config)))
         engine, channel, losses = build_engine(chunks, config, options), Channel(60.0), []
@@ -128,7 +128,8 @@ def main(folder: Path) -> None:
                 report(f"adapted_saved_{layout}", arrays(export_weights(engine.chunks, config)))
         found = {"losses": np.array(losses), "trained": np.array(sum(p.requires_grad for p in chunks[0].parameters()))}
         resumed = build_engine(loaded("qwen2_linear", options)[1], config, options)
-        saved = results / "adapted_data" if options.distributed_optimizer else folder / "ranks_1" / "adapted_one"
+        own = options.distributed_optimizer or options.value_head
+        saved = results / f"adapted_{layout}" if own else folder / "ranks_1" / "adapted_one"
         assert load_checkpoint(resumed, saved) == 2
         metrics = train_step(resumed, mine, facts(3))
         found["resumed"] = np.array([metrics["train/loss"], metrics["train/grad_norm"]])
@@ -196,6 +197,7 @@ def main(folder: Path) -> None:
             gradients("replayed_gradients", name, replace(one, recompute="full"), routings())
         routed()
         adapted("one", adapters)
+        adapted("values", replace(adapters, value_head=True))
         adapted("recomputed", replace(adapters, recompute="full"))
         adapter_gradients(adapters)
         config, chunks = loaded("qwen3_moe", one)

@@ -163,14 +163,21 @@ def test_adapters_have_the_gradients_that_follow_from_the_weights(families):
         np.testing.assert_allclose(found[f"{name}_of_b"], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, "one"), *ADAPTED])
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "one"), (1, "values"), *ADAPTED])
 def test_training_adapters_changes_attention_and_feed_forward_layers_alone(families, ranks, layout):
     before = tensors_of(families.folder / "qwen2_linear")
     assert_equal_bits(families[ranks, f"adapted_start_{layout}"], before)
     after = families[ranks, f"adapted_{layout}"]
     for name, tensor in before.items():
         assert np.array_equal(after[name], tensor.numpy()) != name.endswith("proj.weight"), name
-    assert after["trained"] == 2 * 4 * (1 if layout == "stages" else 2)  # A and B of four matrices a layer
+    adapters = 2 * 4 * (1 if layout == "stages" else 2)  # A and B of four matrices a layer
+    assert after["trained"] == adapters + (layout == "values")
+
+
+def test_a_value_head_is_trained_and_saved_with_adapters(families):
+    found = families[1, "adapted_values"]
+    assert np.array_equal(found["resumed"], found["losses"][2])
+    assert not np.array_equal(found["losses"], families[1, "adapted_one"]["losses"])
 
 
 @pytest.mark.parametrize(("ranks", "layout"), ADAPTED)
@@ -182,7 +189,7 @@ def test_adapters_do_not_depend_on_the_layout(families, ranks, layout):
     np.testing.assert_allclose(found["resumed"], expected["losses"][2], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, "one"), *ADAPTED])
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "one"), (1, "values"), *ADAPTED])
 def test_merged_weights_are_what_the_trainer_computes_with(families, tmp_path, ranks, layout):
     found = families[ranks, f"adapted_{layout}"]
     checkpoint = families.folder / f"ranks_{ranks}" / f"adapted_{layout}" / "trainer"
