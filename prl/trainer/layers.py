@@ -46,6 +46,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         layout, starts = packed_seq_params.layout, packed_seq_params.boundaries
         if layout is None or starts is None:
             raise ValueError("packed attention needs the layout that packed_sequences() makes")
+        if packed_seq_params.rotation is not None:
+            query, key = _rotated(query, *packed_seq_params.rotation), _rotated(key, *packed_seq_params.rotation)
         tokens, _, heads, head_dim = query.shape
         shared = heads != key.size(2)
         if device.attention(query.dtype) == "varlen":
@@ -75,9 +77,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 
 
 class PackedRotary(RotaryEmbedding):  # type: ignore[misc]
-    """Rotary angles of each packed token by its position, computed once a micro-batch.
+    """Rotary embedding of each packed token by its position.
 
-    Megatron asks a rotary embedding for a length and then for that many angles; here the "length" is the tokens' positions.
+    Megatron asks for a length and then for that many angles, of which each layer would take the cosines and sines anew, twice.
+    Here the "length" is the sequences, which get them once a micro-batch; Megatron has nothing to rotate, but PackedAttention.
     """
 
     def get_rotary_seq_len(
@@ -88,14 +91,22 @@ class PackedRotary(RotaryEmbedding):  # type: ignore[misc]
         transformer_config: Any,
         packed_seq_params: PackedSequences | None = None,
         **unused: Any,
-    ) -> Tensor:
+    ) -> PackedSequences:
         if packed_seq_params is None or packed_seq_params.positions is None:
             raise ValueError("the model takes packed sequences only: give it what packed_sequences() makes")
-        return packed_seq_params.positions
+        return packed_seq_params
 
-    def forward(self, positions: Tensor, **unused: Any) -> Tensor:  # [T] -> [T, 1, 1, head_dim]
-        angles = torch.outer(positions.to(torch.float32), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+    def forward(self, sequences: PackedSequences, **unused: Any) -> None:
+        if sequences.rotation is None and sequences.positions is not None:
+            angles = torch.outer(sequences.positions.to(torch.float32), self.inv_freq)[:, None, None, :]
+            sequences.rotation = angles.cos(), angles.sin()
+
+
+def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """x [T, 1, heads, head_dim] turned by the angles [T, 1, 1, head_dim / 2], a pair of its two halves each."""
+    first, second = x.chunk(2, -1)
+    cosines, sines = cosines.to(x.dtype), sines.to(x.dtype)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
 
 
 def _seen(width: int, before: int, place: torch.device) -> Tensor:

@@ -68,6 +68,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     boundaries: Tensor | None = None  # [S + 1] int32
     positions: Tensor | None = None  # [T], from 0 in each sequence
     layout: Buckets | None = None
+    rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines of the rotary angles [T, 1, 1, head_dim / 2], once known
     routings: Tensor | None = None  # [T, layers, experts a token] int64, the experts that a token goes to; -1: not given
 
 
