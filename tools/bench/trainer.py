@@ -9,7 +9,7 @@ packing   tokens of sequences packed by prl to the same ones padded for plain Me
 head      both passes with the output layer in chunks, by prl's function and by torch's checkpointing of each, to whole logits
 memory    peak memory of a step in chunks and with whole logits to that of a step without an output layer, at 1/16 of
           32k tokens x 150k vocabulary in each direction; a process each
-resume    loading a checkpoint to reading its files
+resume    loading a checkpoint to reading its files, and to reading them and copying once what was read
 
 Seconds are of the processor, of the fastest of several tries taken in turns, so that they hold on a busy machine too (waiting
 for a disk does not count).
@@ -255,13 +255,18 @@ def resume() -> None:
         parts = finish_save(begin_save(engine, channel, folder, 1), channel, 600.0)
         files = [folder / part.path for part in parts]
 
-        def load_files() -> None:
+        def read_files() -> None:
             for path in files:
                 np.fromfile(path, np.uint8)
 
-        load_s, files_s = fastest(partial(load_checkpoint, engine, folder), load_files, tries=5)
+        def copy_files() -> None:
+            for path in files:
+                torch.from_numpy(np.fromfile(path, np.uint8)).clone()
+
+        load_s, read_s, copy_s = fastest(partial(load_checkpoint, engine, folder), read_files, copy_files, tries=5)
         size = sum(part.bytes for part in parts) / 2**20
-    show("resume to reading the files", load_s / files_s, f"{load_s:.2f} to {files_s:.2f} s, {size:.0f} MiB")
+    show("resume to reading the files", load_s / read_s, f"{load_s:.2f} to {read_s:.2f} s, {size:.0f} MiB")
+    show("resume to reading and one copy", load_s / copy_s, f"{load_s:.2f} to {copy_s:.2f} s")
 
 
 BENCHMARKS = {"step": step, "packing": packing, "head": head, "memory": memory, "resume": resume}
