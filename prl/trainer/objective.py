@@ -71,8 +71,8 @@ def objective(
     advantages, value = _advantages(batch, in_reward, kl_coefficient, values, options)
     policy = _policy_loss(batch, logprobs, log_ratios, advantages, options)
     masked = _masked(batch, log_ratios.detach(), options)
-    values = torch.where(masked, torch.zeros_like(policy.values), policy.values)
-    parts["policy"] = weighted_sum(values, weights, facts.denominator)
+    unmasked = torch.where(masked, torch.zeros_like(policy.values), policy.values)
+    parts["policy"] = weighted_sum(unmasked, weights, facts.denominator)
     if options.loss == "dppo_tv":
         penalty = weighted_sum(losses.ratio_penalty(log_ratios), weights, facts.denominator)
         parts["ratio_penalty"] = loss_setting(options, "ratio_penalty") * penalty

@@ -87,6 +87,14 @@ def test_half_precision_is_near(results, ranks, model, name):
     assert float(half["1:train/grad_norm"]) == pytest.approx(float(full["1:train/grad_norm"]), rel=0.1)
 
 
+def test_a_value_head_has_a_learning_rate_of_its_own(results):
+    """Adam's first two steps are as long as the rate where the gradient keeps its sign: 1e-3 of weights, 10 times that here."""
+    found = results[1, "values_one"]
+    moved = {key: np.abs(found[f"end:{key}"] - values).max() for key, values in parts(found, "start:").items()}
+    assert moved.pop("value_head") == pytest.approx(2e-2, rel=0.05)
+    assert max(moved.values()) < 2.2e-3
+
+
 def test_a_stopped_gradient_of_the_value_loss_reaches_the_head_alone(results):
     """What the model gets is all but what it gets of a value loss without weight; what the head gets is the same."""
     whole, stopped, slight = (parts(results[1, f"values_one{name}"], "gradient:") for name in ("", "_stopped", "_slight"))
