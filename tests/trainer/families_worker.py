@@ -114,8 +114,8 @@ def main(folder: Path) -> None:
         report("routed", {"given": given, "found": sequences.routings.numpy()})
 
     def adapted(layout: str, options: TrainOptions) -> None:
-        """Three steps that train adapters alone; the last one also from a checkpoint of the first two: one rank's, but where the
-        optimizer is distributed or there is a value head."""
+        """Three steps that train adapters (and a value head); the last one also from a checkpoint of the first two: one rank's,
+        but where the optimizer is distributed or there is a value head."""
         config, chunks = loaded("qwen2_linear", options)
         report(f"adapted_start_{layout}", arrays(export_weights(chunks, config)))
         engine, channel, losses = build_engine(chunks, config, options), Channel(60.0), []
