@@ -15,9 +15,9 @@ from typing import Any
 
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.reclaim import Reclaimed, record_reclaimed
-from prl.streams.files import StreamError, StreamFile, list_published, open_arrow, read_checked
+from prl.streams.files import StreamError, StreamFile, list_published
 from prl.streams.folder import rollout_files
-from prl.streams.rollouts import KIND, SCHEMA
+from prl.streams.reader import read_rows
 
 Pairs = tuple[tuple[int, int], ...]  # of group and issue
 log = logging.getLogger(__name__)
@@ -100,6 +100,5 @@ def _had_ended(state: Mapping[str, Any], group: int, issue: int) -> bool:
 
 def _groups_in(file: StreamFile) -> Pairs:
     """What an earlier attempt's file holds. Raises StreamError."""
-    batches = open_arrow(file.path, read_checked(file.path, file.bytes, file.checksum), KIND, SCHEMA, None).batches
-    pairs = [zip(*(batch.column(name).to_pylist() for name in ("group_id", "issue")), strict=True) for batch in batches]
-    return tuple(dict.fromkeys((int(group), int(issue)) for found in pairs for group, issue in found))
+    found = read_rows(file.path, file.bytes, file.checksum)
+    return tuple(pair for rows in found for pair in rows.issues())

@@ -3,7 +3,6 @@
 import asyncio
 from functools import lru_cache
 from itertools import chain
-from pathlib import Path
 
 import pyarrow.compute as pc
 
@@ -15,7 +14,7 @@ from prl.runfolder.paths import RunFolder
 from prl.streams.files import StreamError, StreamFile, next_sequence
 from prl.streams.folder import rollout_files
 from prl.streams.ledger import read_ledger
-from prl.streams.reader import read_rollouts
+from prl.streams.reader import read_rollouts, read_rows
 from prl.streams.records import Group
 from prl.streams.steps import write_step
 
@@ -33,7 +32,8 @@ class Original:
         self._files: dict[tuple[int, int], StreamFile] = {}  # by group and issue
         self._read = lru_cache(_FILES_HELD)(_read)
         for file in chain.from_iterable(rollout_files(run).values()):
-            self._files |= dict.fromkeys(_read(file), file)
+            for rows in read_rows(file.path, file.bytes, file.checksum):
+                self._files |= dict.fromkeys(rows.issues(), file)
 
     def groups(self, step: int) -> list[Group]:
         """The groups that the surviving lineage trained in a step, in the ledger's order. Raises StreamError where one is not
@@ -98,7 +98,7 @@ def _write(child: Child, made: Step, sequence: int) -> StreamFile:
 
 
 def _read(file: StreamFile) -> dict[tuple[int, int], Group]:
-    groups = read_rollouts(Path(file.path), file.bytes, file.checksum)
+    groups = read_rollouts(file.path, file.bytes, file.checksum)
     return {(group.group, group.issue): group for group in groups}
 
 

@@ -2,13 +2,16 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_MOST_BUFFERS = os.sysconf("SC_IOV_MAX")  # that the system takes at once
 _FULL = {errno.ENOSPC: "no space is left", errno.EDQUOT: "the quota is used up"}
 
 
@@ -55,8 +58,8 @@ def storage(path: Path) -> Iterator[None]:
 
 
 def publish(path: Path, data: Any, folder: int | None = None) -> None:
-    """Write `data` (anything with a buffer) under a temporary name in the same folder, make it durable, and rename it to
-    `path`. Readers ignore names with a leading dot. Who publishes often keeps the folder open and gives its descriptor.
+    """Write `data` (see `write_all`) under a temporary name in the same folder, make it durable, and rename it to `path`.
+    Readers ignore names with a leading dot. Who publishes often keeps the folder open and gives its descriptor.
 
     Raises OSError (StorageFull). Nothing is left behind then, except where the very last act failed, the folder's fsync:
     publishing the same again is right in any case."""
@@ -85,10 +88,14 @@ def publish_json(path: Path, value: Any) -> None:
 
 
 def write_all(descriptor: int, data: Any) -> None:
-    """All of a buffer, however little of it the system takes at a time."""
-    rest = memoryview(data).cast("B")
+    """All of a buffer, or of a list of buffers one after another, however little the system takes at a time."""
+    rest = deque(memoryview(piece).cast("B") for piece in (data if isinstance(data, list) else [data]) if len(piece))
     while rest:
-        rest = rest[os.write(descriptor, rest) :]
+        taken = os.writev(descriptor, list(itertools.islice(rest, _MOST_BUFFERS)))
+        while rest and taken >= len(rest[0]):
+            taken -= len(rest.popleft())
+        if taken:
+            rest[0] = rest[0][taken:]
 
 
 def open_folder(path: Path) -> int:

@@ -1,7 +1,7 @@
 """From numpy to Arrow and back without a Python list in between."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,10 @@ import pyarrow as pa
 Array = npt.NDArray[Any]
 
 
-def offsets_of(lengths: Iterable[int], count: int) -> npt.NDArray[np.int32]:
-    """[count + 1]: where each of `count` pieces begins, and the end."""
-    offsets = np.zeros(count + 1, np.int64)
-    np.cumsum(np.fromiter(lengths, np.int64, count), out=offsets[1:])
+def offsets_of(lengths: Sequence[int] | Array) -> npt.NDArray[np.int32]:
+    """[lengths + 1]: where each of the pieces begins, and the end."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(np.asarray(lengths, np.int64), out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
         raise ValueError(f"{offsets[-1]} values in one column of one file: roll files earlier (streams.roll_mib)")
     return offsets.astype(np.int32)
@@ -22,7 +22,7 @@ def offsets_of(lengths: Iterable[int], count: int) -> npt.NDArray[np.int32]:
 
 def list_array(pieces: Sequence[Array], dtype: type[np.generic]) -> pa.ListArray:
     """One list a piece."""
-    offsets = offsets_of(map(len, pieces), len(pieces))
+    offsets = offsets_of([len(piece) for piece in pieces])
     memory = pa.allocate_buffer(int(offsets[-1]) * np.dtype(dtype).itemsize)  # is used again, which costs less than new
     values = np.frombuffer(memory, dtype)
     if pieces:
@@ -42,10 +42,17 @@ def dictionary_array(values: Sequence[str]) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(indices), pa.array(list(codes), pa.string()))
 
 
-def list_views(column: pa.ListArray) -> list[Array]:
-    """Each row of a list column, as a view."""
-    values: Array = column.values.to_numpy(zero_copy_only=True)
-    return [values[start:end] for start, end in itertools.pairwise(column.offsets.to_numpy().tolist())]
+def flat(column: pa.ListArray) -> tuple[Array, Array]:
+    """(values, offsets) of a list column: the values of all rows in one piece, a view, and where in it each row begins, and the
+    end."""
+    offsets = column.offsets.to_numpy()
+    values = column.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]]
+    return values, offsets - offsets[0]
+
+
+def pieces(values: Array, offsets: Array) -> list[Array]:
+    """Each row of `flat`, as a view."""
+    return [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 
 
 def strings(column: pa.DictionaryArray, rows: Array | None = None) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from prl.streams.files import Header, StreamError
+from prl.streams.files import Encoded, Header, StreamError
 
 Cursor = Mapping[str, int]  # writer to the sequence number of its last entry that is done with
 _WRITER = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -61,7 +61,7 @@ class Appender(Protocol):
 
     next_sequence: int  # the number after the highest that this writer has ever used
 
-    def put(self, header: Header, data: pa.Buffer) -> Published:
+    def put(self, header: Header, data: Encoded) -> Published:
         """Make an entry durable. Putting the same again is right after any error. Raises OSError."""
 
     def close(self) -> None: ...

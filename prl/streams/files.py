@@ -71,35 +71,57 @@ class ArrowFile:
     batches: list[pa.RecordBatch]  # views of its bytes
 
 
-def encode_file(schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> pa.Buffer:
-    """A whole Arrow file. Its size is found first, so that it is copied once, and not again and again into a growing buffer."""
-    size = pa.MockOutputStream()
-    _write_file(size, schema, batches)
-    data = pa.allocate_buffer(size.size())
-    _write_file(pa.FixedSizeBufferWriter(data), schema, batches)
-    return data
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A whole Arrow file before it lies anywhere."""
+
+    pieces: list[pa.Buffer | bytes]  # one after another; columns are where they were, since copying them together would cost
+    size: int  # bytes
+    checksum: str  # as of `StreamFile`
+
+    def whole(self) -> bytes:
+        """In one piece."""
+        return b"".join(self.pieces)
 
 
-def _write_file(sink: pa.NativeFile, schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> None:
-    with pa.ipc.new_file(sink, schema) as writer:
+class _Pieces:
+    """A file for Arrow to write, which keeps what it is given as it is."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.pieces: list[pa.Buffer | bytes] = []
+        self.size = 0
+
+    def write(self, piece: pa.Buffer | bytes) -> None:
+        self.pieces.append(piece)
+        self.size += len(piece)
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def encode_file(schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> Encoded:
+    """A whole Arrow file. The batches' memory becomes part of it and must not change any more."""
+    file = _Pieces()
+    with pa.ipc.new_file(pa.PythonFile(file, "w"), schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
+    checksum = xxhash.xxh3_64()
+    for piece in file.pieces:
+        checksum.update(piece)
+    return Encoded(file.pieces, file.size, checksum.hexdigest())
 
 
-def publish_arrow(
-    folder: Path,
-    stem: str,
-    header: Header,
-    data: pa.Buffer,
-    descriptor: int | None = None,
-    checksum: str | None = None,
-) -> StreamFile:
-    """Make an Arrow file durable under its final name; see `publish`, also for the folder's `descriptor`. `checksum`: that of
-    the data, where it is known. Raises OSError."""
-    checksum = checksum or checksum_of(data)
-    path = folder / f"{stem}_a{header.attempt:03d}_{header.sequence:08d}_{data.size}_{checksum}.arrow"
-    publish(path, data, descriptor)
-    return StreamFile(path, data.size, checksum, header.attempt, header.sequence)
+def publish_arrow(folder: Path, stem: str, header: Header, data: Encoded, descriptor: int | None = None) -> StreamFile:
+    """Make an Arrow file durable under its final name; see `publish`, also for the folder's `descriptor`. Raises OSError."""
+    path = folder / f"{stem}_a{header.attempt:03d}_{header.sequence:08d}_{data.size}_{data.checksum}.arrow"
+    publish(path, data.pieces, descriptor)
+    return StreamFile(path, data.size, data.checksum, header.attempt, header.sequence)
 
 
 def list_published(folder: Path) -> list[tuple[str, StreamFile]]:

@@ -14,6 +14,7 @@ from prl.runfolder.publish import open_folder
 from prl.streams.contract import Cursor, Published, check_writer, is_writer
 from prl.streams.files import (
     FILE_NAME,
+    Encoded,
     Header,
     StreamError,
     StreamFile,
@@ -37,7 +38,7 @@ class FolderAppender:
         self.next_sequence = next_sequence(self._folder)
         self._descriptor = open_folder(self._folder)
 
-    def put(self, header: Header, data: pa.Buffer) -> Published:
+    def put(self, header: Header, data: Encoded) -> Published:
         try:
             file = publish_arrow(self._folder, KIND, header, data, self._descriptor)
         except OSError as error:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from prl.streams.contract import Cursor, Published, check_writer
-from prl.streams.files import Header, StreamError, check_bytes, checksum_of
+from prl.streams.files import Encoded, Header, StreamError, check_bytes
 
 
 class MemoryStore:
@@ -21,11 +21,10 @@ class MemoryAppender:
         self._entries = store.entries.setdefault(check_writer(writer), {})
         self.next_sequence = max(self._entries, default=-1) + 1
 
-    def put(self, header: Header, data: pa.Buffer) -> Published:
+    def put(self, header: Header, data: Encoded) -> Published:
         name = f"{header.writer}/{header.sequence}"
-        checksum = checksum_of(data)
-        published = Published(name, header.writer, header.attempt, header.sequence, data.size, checksum)
-        self._entries[header.sequence] = published, data.to_pybytes()
+        published = Published(name, header.writer, header.attempt, header.sequence, data.size, data.checksum)
+        self._entries[header.sequence] = published, data.whole()
         return published
 
     def close(self) -> None:

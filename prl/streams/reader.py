@@ -7,7 +7,8 @@ import pyarrow as pa
 from prl.streams.contract import Cursor, Published, Source, behind
 from prl.streams.files import Header, StreamError, open_arrow, read_checked
 from prl.streams.records import Group
-from prl.streams.rollouts import KIND, SCHEMA, from_arrow
+from prl.streams.rollouts import KIND, SCHEMA
+from prl.streams.rows import Rows, rows_of, to_groups
 
 
 class RolloutReader:
@@ -20,13 +21,17 @@ class RolloutReader:
         self._run = run
 
     def read(self, entry: Published, wait_s: float = 0.0) -> list[Group]:
-        """The groups of an entry; their token arrays are read-only views of its bytes. `wait_s` is how long a new name may take
-        to show. Raises StreamError where it cannot be read; it is set aside and counted then."""
+        """The groups of an entry; their token arrays are read-only views of its bytes. See `rows`."""
+        return [group for rows in self.rows(entry, wait_s) for group in to_groups(rows)]
+
+    def rows(self, entry: Published, wait_s: float = 0.0) -> list[Rows]:
+        """What is in an entry, flat. `wait_s` is how long a new name may take to show. Raises StreamError where it cannot be
+        read; it is set aside and counted then."""
         try:
-            groups, header = groups_of(self._store.fetch(entry, wait_s), entry.name, self._run)
+            rows, header = rows_in(self._store.fetch(entry, wait_s), entry.name, self._run)
             if (header.writer, header.sequence) != (entry.writer, entry.sequence):
                 raise StreamError(f"{entry.name}: it is number {header.sequence} of {header.writer!r}, says its header")
-            return groups
+            return rows
         except StreamError:
             self.unreadable += 1
             self._store.set_aside(entry)
@@ -50,13 +55,18 @@ class RolloutReader:
 
 
 def read_rollouts(path: Path, size_bytes: int, checksum: str, *, run: str | None = None, wait_s: float = 0.0) -> list[Group]:
-    """The groups of a rollout file, wherever it lies. `run`, where given, has to be the run that wrote it; `wait_s` is how long
-    the name may take to show (see `read_checked`). Raises StreamError for anything but the whole file that was announced."""
-    groups, _ = groups_of(read_checked(path, size_bytes, checksum, wait_s=wait_s), path, run)
-    return groups
+    """The groups of a rollout file, wherever it lies. See `read_rows`."""
+    return [group for rows in read_rows(path, size_bytes, checksum, run=run, wait_s=wait_s) for group in to_groups(rows)]
 
 
-def groups_of(data: pa.Buffer, where: object, run: str | None) -> tuple[list[Group], Header]:
+def read_rows(path: Path, size_bytes: int, checksum: str, *, run: str | None = None, wait_s: float = 0.0) -> list[Rows]:
+    """What is in a rollout file, flat. `run`, where given, has to be the run that wrote it; `wait_s` is how long the name may
+    take to show (see `read_checked`). Raises StreamError for anything but the whole file that was announced."""
+    rows, _ = rows_in(read_checked(path, size_bytes, checksum, wait_s=wait_s), path, run)
+    return rows
+
+
+def rows_in(data: pa.Buffer, where: object, run: str | None) -> tuple[list[Rows], Header]:
     """What is in the bytes of an entry. Raises StreamError where they are no rollouts, or of another run."""
     opened = open_arrow(where, data, KIND, SCHEMA, run)
-    return [group for batch in opened.batches for group in from_arrow(batch, where)], opened.header
+    return [rows_of(batch, where) for batch in opened.batches if batch.num_rows], opened.header

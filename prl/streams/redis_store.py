@@ -17,7 +17,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from prl.streams.contract import Cursor, Published, check_writer, is_writer
-from prl.streams.files import Header, StreamError, check_bytes, checksum_of
+from prl.streams.files import Encoded, Header, StreamError, check_bytes
 from prl.streams.options import RedisOptions
 
 _ANSWER_S = 30.0  # of one request
@@ -126,10 +126,9 @@ class RedisAppender:
         self._sizes = deque(size for _, size, _, _ in self._server.walk(self._key))
         self.next_sequence = _sequence_of(self._server.ask("eval", _LAST_ID, 1, self._key)) + 1
 
-    def put(self, header: Header, data: pa.Buffer) -> Published:
+    def put(self, header: Header, data: Encoded) -> Published:
         """Raises TimeoutError where nobody makes room in time."""
-        checksum = checksum_of(data)
-        fields = {"data": data.to_pybytes(), "checksum": checksum, "attempt": header.attempt}
+        fields = {"data": data.whole(), "checksum": data.checksum, "attempt": header.attempt}
         end = time.monotonic() + self._options.full_s
         while not self._has_room(data.size) or not self._add(header.sequence, fields):
             if time.monotonic() >= end:
@@ -141,7 +140,7 @@ class RedisAppender:
             pause()
         self._sizes.append(data.size)
         writer, sequence = header.writer, header.sequence
-        return Published(f"{writer}/{sequence}", writer, header.attempt, sequence, data.size, checksum)
+        return Published(f"{writer}/{sequence}", writer, header.attempt, sequence, data.size, data.checksum)
 
     def _has_room(self, size: int) -> bool:
         length = self._server.ask("xlen", self._key)

@@ -15,10 +15,10 @@ from prl.flow.ids import RolloutId
 from prl.flow.packing import deal
 from prl.streams.arrays import Array, has_nulls, one_list
 from prl.streams.files import (
+    Encoded,
     Header,
     StreamError,
     StreamFile,
-    checksum_of,
     encode_file,
     list_published,
     open_arrow,
@@ -59,8 +59,7 @@ class EncodedStep:
 
     step: int
     header: Header
-    data: pa.Buffer
-    checksum: str
+    data: Encoded
 
 
 def encode_step(microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: str, attempt: int, sequence: int) -> EncodedStep:
@@ -75,13 +74,12 @@ def encode_step(microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: st
     metadata = header.metadata({"prl.facts": json.dumps(asdict(facts)), "prl.tokens": json.dumps(tokens)})
     schema = SCHEMA.with_metadata(metadata)
     batches = [_to_batch(microbatch, schema) for microbatch in microbatches]
-    data = encode_file(schema, batches)
-    return EncodedStep(facts.step, header, data, checksum_of(data))
+    return EncodedStep(facts.step, header, encode_file(schema, batches))
 
 
 def publish_step(folder: Path, encoded: EncodedStep) -> StreamFile:
     """Make a step's file durable. Raises OSError."""
-    return publish_arrow(folder, f"step_{encoded.step:08d}", encoded.header, encoded.data, checksum=encoded.checksum)
+    return publish_arrow(folder, f"step_{encoded.step:08d}", encoded.header, encoded.data)
 
 
 def write_step(

@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-import pyarrow as pa
-
 from prl.streams.contract import Appender, GroupFacts, Published
-from prl.streams.files import Header
+from prl.streams.files import Encoded, Header
 from prl.streams.options import StreamsOptions
 from prl.streams.records import Group
 from prl.streams.rollouts import KIND, check_group, to_arrow
@@ -27,7 +25,7 @@ class RolloutWriter:
         self._sequence = store.next_sequence
         self._groups: list[Group] = []
         self._bytes = 0
-        self._pending: tuple[Header, pa.Buffer, tuple[GroupFacts, ...]] | None = None  # encoded, not known to be durable
+        self._pending: tuple[Header, Encoded, tuple[GroupFacts, ...]] | None = None  # encoded, not known to be durable
         self._published: list[Published] = []  # not given out yet
 
     def append(self, group: Group) -> list[Published]:

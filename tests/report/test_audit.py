@@ -17,7 +17,7 @@ from prl.report.audit import audit, render
 from prl.report.read import ReportError
 from prl.runfolder.paths import RunFolder
 from prl.streams import rollouts
-from prl.streams.files import Header, list_published, open_arrow, publish_arrow, read_checked
+from prl.streams.files import Header, encode_file, list_published, open_arrow, publish_arrow, read_checked
 from prl.streams.ledger import LedgerWriter, ledger_events, read_ledger
 from prl.streams.steps import find_steps, read_step, write_step
 
@@ -150,10 +150,8 @@ def edit_rollouts(run: RunFolder, edit) -> RolloutId:
 
 def write_rollouts(folder, header: Header, batch: pa.RecordBatch) -> None:
     schema = rollouts.SCHEMA.with_metadata(header.metadata())
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(pa.record_batch(batch.columns, schema=schema))
-    publish_arrow(folder, rollouts.KIND, header, sink.getvalue())
+    data = encode_file(schema, [pa.record_batch(batch.columns, schema=schema)])
+    publish_arrow(folder, rollouts.KIND, header, data)
 
 
 def take(batch: pa.RecordBatch, rows: list[int]) -> pa.RecordBatch:

@@ -22,14 +22,14 @@ def order(monkeypatch):
 
         monkeypatch.setattr(os, name, noted)
 
-    for name in ("open", "write", "fsync", "close", "rename"):
+    for name in ("open", "writev", "fsync", "close", "rename"):
         noting(name)
     return made
 
 
 def test_data_are_durable_before_their_name_and_that_before_the_return(tmp_path, order):
     publish(tmp_path / "x", b"abc")
-    assert order == ["open", "write", "fsync", "close", "rename", "open", "fsync", "close"]
+    assert order == ["open", "writev", "fsync", "close", "rename", "open", "fsync", "close"]
     assert (tmp_path / "x").read_bytes() == b"abc"
 
 
@@ -38,18 +38,26 @@ def test_an_open_folder_is_not_opened_again(tmp_path, order):
     order.clear()
     for _ in range(2):
         publish(tmp_path / "x", memoryview(b"abc"), folder)
-    assert order == ["open", "write", "fsync", "close", "rename", "fsync"] * 2
+    assert order == ["open", "writev", "fsync", "close", "rename", "fsync"] * 2
     os.close(folder)
 
 
-def test_all_is_written_where_the_system_takes_little_at_a_time(tmp_path, monkeypatch):
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+@pytest.mark.parametrize("taken", [1, 3, 100])
+def test_all_is_written_where_the_system_takes_little_at_a_time(tmp_path, monkeypatch, taken):
+    monkeypatch.setattr(os, "writev", lambda descriptor, pieces: os.write(descriptor, b"".join(pieces)[:taken]))
     publish(tmp_path / "x", bytes(range(10)))
     assert (tmp_path / "x").read_bytes() == bytes(range(10))
+    publish(tmp_path / "x", [b"", b"ab", memoryview(b"cdefg"), b"", b"h"])
+    assert (tmp_path / "x").read_bytes() == b"abcdefgh"
 
 
-@pytest.mark.parametrize("call", ["open", "write", "fsync", "close", "rename"])
+def test_more_pieces_than_the_system_takes_at_once(tmp_path):
+    pieces = [bytes([number % 256]) for number in range(3000)]
+    publish(tmp_path / "x", pieces)
+    assert (tmp_path / "x").read_bytes() == b"".join(pieces)
+
+
+@pytest.mark.parametrize("call", ["open", "writev", "fsync", "close", "rename"])
 def test_whatever_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, call):
     publish_json(tmp_path / "x", {"a": 1})
 

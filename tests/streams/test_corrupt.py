@@ -15,7 +15,9 @@ from test_step_files import make_step
 
 from prl.streams import ledger, rollouts, steps
 from prl.streams.files import Header, StreamError, check_bytes, checksum_of, encode_file
-from prl.streams.reader import groups_of
+from prl.streams.reader import rows_in
+from prl.streams.records import Group
+from prl.streams.rows import rows_of, to_groups
 
 HEADER = Header("rollouts", "run", 1, "actor_0", 0)
 EXTREMES = (0, 1, -1, 2, 127, -128, 2**15 - 1, 2**31 - 1, -(2**31), 2**62, -(2**62), 2**63 - 1)
@@ -23,7 +25,12 @@ EXTREMES = (0, 1, -1, 2, 127, -128, 2**15 - 1, 2**31 - 1, -(2**31), 2**62, -(2**
 
 def rollout_file() -> bytes:
     rng = np.random.default_rng(0)
-    return rollouts.to_arrow([make_group(n, rng) for n in range(2)], HEADER).to_pybytes()
+    return rollouts.to_arrow([make_group(n, rng) for n in range(2)], HEADER).whole()
+
+
+def groups_of(data: pa.Buffer, run: str | None = None) -> list[Group]:
+    rows, _ = rows_in(data, "a file", run)
+    return [group for found in rows for group in to_groups(found)]
 
 
 def step_file(folder) -> bytes:
@@ -36,8 +43,7 @@ def ledger_payload() -> bytes:
 
 
 def read_rollout_file(data: bytes) -> None:
-    groups, _ = groups_of(pa.py_buffer(data), "a file", "run")
-    for group in groups:
+    for group in groups_of(pa.py_buffer(data), "run"):
         rollouts.check_group(group)
 
 
@@ -130,7 +136,7 @@ def test_compressed_buffers_are_refused_before_they_are_opened():
             writer.write_batch(batch)
         before = pa.default_memory_pool().max_memory()
         with pytest.raises(StreamError, match="compressed buffers"):
-            groups_of(sink.getvalue(), "a file", None)
+            groups_of(sink.getvalue())
         assert pa.default_memory_pool().max_memory() == before
 
 
@@ -153,12 +159,12 @@ def peak_of(read) -> int:
 def test_a_long_string_costs_its_length_once(name):
     """However many groups have it."""
     rng = np.random.default_rng(0)
-    data = pa.py_buffer(rollouts.to_arrow([make_group(n, rng) for n in range(300)], HEADER).to_pybytes())
+    data = pa.py_buffer(rollouts.to_arrow([make_group(n, rng) for n in range(300)], HEADER).whole())
     schema, batch = pa.ipc.open_file(data).schema, pa.ipc.open_file(data).get_batch(0)
     column = pa.DictionaryArray.from_arrays(batch.column(name).indices, pa.array([LONG]))
     changed = batch.set_column(schema.get_field_index(name), schema.field(name), column)
-    data = encode_file(schema, [pa.record_batch(changed.columns, schema=schema)])
-    assert peak_of(lambda: groups_of(data, "a file", None)) < 3 * data.size
+    data = pa.py_buffer(encode_file(schema, [pa.record_batch(changed.columns, schema=schema)]).whole())
+    assert peak_of(lambda: groups_of(data)) < 3 * data.size
 
 
 def test_a_long_reason_costs_its_length_once():
@@ -180,7 +186,7 @@ def test_dictionaries_in_pieces_are_refused():
         writer.write_batch(batch(["a"]))
         writer.write_batch(batch(["a", "b"]))
     with pytest.raises(StreamError, match="a dictionary in pieces"):
-        groups_of(sink.getvalue(), "a file", None)
+        groups_of(sink.getvalue())
 
 
 def test_values_may_be_missing_nowhere():
@@ -199,7 +205,7 @@ def test_values_may_be_missing_nowhere():
         made = values if isinstance(values, pa.Array) else pa.array(values * 2, kind)
         changed = batch.set_column(batch.schema.get_field_index(name), batch.schema.field(name), made)
         with pytest.raises(StreamError, match="values are missing"):
-            rollouts.from_arrow(changed, "a batch")
+            rows_of(changed, "a batch")
 
 
 def test_a_header_that_is_nested_without_end_is_no_step(tmp_path):

@@ -16,12 +16,13 @@ from prl.flow.versions import Version
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import StorageFull
 from prl.streams.contract import Published
-from prl.streams.files import StreamError, checksum_of, list_published, next_sequence, read_checked
+from prl.streams.files import Header, StreamError, checksum_of, list_published, next_sequence, read_checked
 from prl.streams.opening import open_reader, open_writer
 from prl.streams.options import StreamsOptions
-from prl.streams.reader import read_rollouts
+from prl.streams.reader import read_rollouts, read_rows
 from prl.streams.records import Group, Rollout, Turn, VersionSpan
-from prl.streams.rollouts import SCHEMA
+from prl.streams.rollouts import SCHEMA, to_arrow
+from prl.streams.rows import rows_of, to_groups
 from prl.streams.writer import RolloutWriter
 
 ACTOR = "streams/rollouts/actor_0"
@@ -83,6 +84,51 @@ def test_arrays_are_views_of_the_file(tmp_path):
     for array in (turn.prompt_ids, turn.output_ids, turn.logprobs):
         assert not array.flags.owndata
         assert not array.flags.writeable
+
+
+def test_rows_are_the_groups_laid_flat(tmp_path):
+    rng = np.random.default_rng(0)
+    groups = [replace(make_group(n, rng, rollouts=3, turns=2, issue=n % 2), numbers=(0, 2, 5)) for n in range(3)]
+    published = write(tmp_path, groups)
+    (rows,) = read_rows(published.path, published.bytes, published.checksum, run="run")
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    for name, offsets in (("prompt_ids", "prompt_offsets"), ("output_ids", "output_offsets"), ("logprobs", "output_offsets")):
+        wanted = [getattr(turn, name) for turn in turns]
+        found, starts = getattr(rows, name), getattr(rows, offsets)
+        assert starts.tolist() == [sum(map(len, wanted[:i])) for i in range(len(wanted) + 1)]
+        np.testing.assert_array_equal(found, np.concatenate(wanted))
+        assert not found.flags.owndata
+        assert not found.flags.writeable
+    assert rows.rewards.tolist() == [rollout.reward for rollout in rollouts]
+    assert rows.rollout_starts.tolist() == [0, 2, 5, 7, 9, 12, 14, 16, 19]  # turns: 2, 3, 2 in each group
+    assert rows.group_starts.tolist() == [0, 7, 14]
+    assert rows.issues() == [(0, 0), (1, 1), (2, 0)]
+    assert rows.of_groups("problem_id") == ["digits/0", "digits/1", "digits/2"]
+
+
+def test_tokens_that_lie_somewhere_in_a_longer_column(tmp_path):
+    """Which Arrow allows, though prl does not write it."""
+    groups = [make_group(n, np.random.default_rng(n)) for n in range(2)]
+    published = write(tmp_path, groups)
+    batch = pa.ipc.open_file(published.path).get_batch(0)
+    tokens = batch.column("output_ids")
+    offsets, values = tokens.offsets.to_numpy() + 2, np.concatenate(([-1, -1], tokens.values.to_numpy(), [-1]))
+    moved = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(np.int32)))
+    changed = batch.set_column(SCHEMA.get_field_index("output_ids"), "output_ids", moved)
+    assert_equal(to_groups(rows_of(changed, "a batch")), groups)
+
+
+def test_a_file_is_byte_for_byte_what_arrow_writes():
+    groups = [make_group(n, np.random.default_rng(n)) for n in range(3)]
+    encoded = to_arrow(groups, Header("rollouts", "run", 1, "actor_0", 0))
+    data = encoded.whole()
+    file = pa.ipc.open_file(pa.py_buffer(data))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, file.schema) as writer:
+        writer.write_batch(file.get_batch(0))
+    assert sink.getvalue().to_pybytes() == data
+    assert (encoded.size, encoded.checksum) == (len(data), checksum_of(data))
 
 
 def test_a_plain_arrow_tool_reads_it(tmp_path):
@@ -191,7 +237,8 @@ def test_groups_that_no_reader_would_take_are_refused_at_once(tmp_path):
     turn = make_turn(np.random.default_rng(0), 2, 4)
     short = Turn(turn.prompt_ids, turn.output_ids, turn.logprobs[:3], turn.versions, "stop", 0, 0.0, 0.0)
     gap = Turn(turn.prompt_ids, turn.output_ids, turn.logprobs, (VersionSpan(Version(0, 0), 1, 4),), "stop", 0, 0.0, 0.0)
-    for rollouts in ((), (Rollout((), 0.0),), (Rollout((short,), 0.0),), (Rollout((gap,), 0.0),)):
+    twice = turn._replace(versions=(*turn.versions, VersionSpan(Version(0, 9), 1, 4)))
+    for rollouts in ((), *((Rollout(turns, 0.0),) for turns in ((), (short,), (gap,), (twice,)))):
         with pytest.raises(StreamError, match=r"group 7 \(d/1\)"):
             writer.append(Group(0, "d", "", "d/1", 7, 0, rollouts))
     two = (Rollout((turn,), 0.0),) * 2
@@ -219,7 +266,7 @@ def test_a_name_that_shows_late_is_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
+@pytest.mark.parametrize("call", ["open", "writev", "fsync", "rename"])
 def test_a_full_disk_leaves_nothing_and_loses_nothing(tmp_path, monkeypatch, code, call):
     writer = writer_in(tmp_path)
     writer.append(make_group(0, np.random.default_rng(0)))

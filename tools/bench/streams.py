@@ -3,8 +3,9 @@
     python tools/bench/streams.py [--rollouts 4000] [--folder DIR] [--rounds 5]
 
 4,000 rollouts of log-normal length (mean 1,453 tokens) in 250 groups: token ids, log-probs, a reward each. Every way writes 64
-groups at a time, makes them durable (fsync) and reads all of them back into flat arrays of tokens, log-probs and rewards. Times
-are the best round of each way, the ways taking turns; ratios are to prl's. `cpu` leaves out what the disk takes.
+groups at a time, makes them durable (fsync) and reads all of them back into flat arrays of tokens, log-probs and rewards; "prl,
+groups" makes the records of each group and turn on the way, as the preprocessor does. Times are the best round of each way, the
+ways taking turns; ratios are to prl's. `cpu` leaves out what the disk takes.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from prl.streams.records import Group, Rollout, Turn, VersionSpan
 GROUP = 16
 AT_ONCE = 64  # groups
 Flat = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.float32]]
+Row = tuple[object, object, object, float]  # prompt, output, log-probs, reward
 Way = tuple[Callable[[Path, Sequence[Group]], None], Callable[[Path], Flat]]
 
 
@@ -81,11 +83,29 @@ def write_prl(folder: Path, groups: Sequence[Group]) -> None:
 
 def read_prl(folder: Path) -> Flat:
     reader = open_reader(RunFolder(folder), "bench", 1, StreamsOptions())
+    parts = (rows for entry in reader.entries() for rows in reader.rows(entry))
+    return flat(
+        row
+        for r in parts
+        for row in cut(r.prompt_ids, r.output_ids, r.logprobs, r.prompt_offsets[1:], r.output_offsets[1:], r.rewards)
+    )
+
+
+def read_groups(folder: Path) -> Flat:
+    reader = open_reader(RunFolder(folder), "bench", 1, StreamsOptions())
     groups = [group for entry in reader.entries() for group in reader.read(entry)]
     return flat((turn.prompt_ids, turn.output_ids, turn.logprobs, reward) for turn, reward in turns_of(groups))
 
 
-def flat(rows: Iterator[tuple[object, object, object, float]]) -> Flat:
+def cut(prompts: Any, outputs: Any, logprobs: Any, prompt_ends: Any, output_ends: Any, rewards: Any) -> Iterator[Row]:
+    """The rows of a file's flat arrays."""
+    p = o = 0
+    for to_p, to_o, reward in zip(prompt_ends.tolist(), output_ends.tolist(), rewards.tolist(), strict=True):
+        yield prompts[p:to_p], outputs[o:to_o], logprobs[o:to_o], reward
+        p, o = to_p, to_o
+
+
+def flat(rows: Iterator[Row]) -> Flat:
     tokens: list[npt.NDArray[np.int32]] = []
     logprobs: list[npt.NDArray[np.float32]] = []
     rewards: list[float] = []
@@ -158,21 +178,18 @@ def read_npy(folder: Path, checksums: bool = False) -> Flat:
                 assert xxhash.xxh3_64_digest(array) == file.read()
         return array
 
-    def rows() -> Iterator[tuple[object, object, object, float]]:
+    def rows() -> Iterator[Row]:
         for number in range(len(list(folder.glob("lengths_*.npy")))):
             names = ("prompts", "outputs", "logprobs", "lengths", "rewards")
             prompts, outputs, logprobs, lengths, rewards = (load(name, number) for name in names)
-            ends = lengths.cumsum(axis=0).tolist()
-            p = o = 0
-            for (to_p, to_o), reward in zip(ends, rewards.tolist(), strict=True):
-                yield prompts[p:to_p], outputs[o:to_o], logprobs[o:to_o], reward
-                p, o = to_p, to_o
+            yield from cut(prompts, outputs, logprobs, *lengths.cumsum(axis=0).T, rewards)
 
     return flat(rows())
 
 
 WAYS: dict[str, Way] = {
     "prl": (write_prl, read_prl),
+    "prl, groups": (write_prl, read_groups),
     "raw .npy": (write_npy, read_npy),
     "raw .npy, xxh3": (partial(write_npy, checksums=True), partial(read_npy, checksums=True)),
     "msgpack, lists": (write_msgpack, read_msgpack),

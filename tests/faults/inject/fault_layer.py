@@ -29,6 +29,7 @@ LOOKS = ("read", "open", "list", "stat")
 HELPERS = ("prl.runfolder.publish", "prl.runfolder.paths", "prl.streams.files", "prl.trainer.hf_folder")
 _REPLACED = {  # function of os to the one of the layer that stands for it
     **{name: name for name in ("open", "write", "fsync", "close", "rename", "unlink", "mkdir", "listdir", "scandir", "stat")},
+    "writev": "writev",
     "fdatasync": "fsync",
     "replace": "rename",
     "remove": "unlink",
@@ -125,6 +126,9 @@ class FaultLayer:
         half = (len(view) + 1) // 2
         fault = self._meet(Operation("write", inside), lambda: real(descriptor, view[:half]))
         return real(descriptor, view[:half] if fault == "short" else view)
+
+    def _writev(self, real, descriptor, pieces):
+        return self._write(self._real["write"], descriptor, b"".join(pieces))
 
     def _fsync(self, real, descriptor):
         inside = self._paths.get(descriptor if isinstance(descriptor, int) else descriptor.fileno())
