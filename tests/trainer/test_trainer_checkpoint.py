@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_worker import LAYOUTS, origins
-from conftest import Results, run_ranks
+from ranks import Results, run_ranks
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 RESUMES = [

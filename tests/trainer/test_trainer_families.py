@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Results, run_ranks
 from families import CONFIGS, EXPERT_MODELS, LENGTHS, routings, write_models
 from families_worker import SEED
+from ranks import Results, run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from trainer_data import VOCABULARY

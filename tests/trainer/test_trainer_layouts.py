@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Results, run_ranks
 from layouts_worker import LAYOUTS, MODELS, OPTIONS
+from ranks import Results, run_ranks
 
 from prl.config.layout import layout_problems
 from prl.config.memory import rank_memory

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Results, run_ranks
+from ranks import Results, run_ranks
 
 WORKER = Path(__file__).with_name("offload_worker.py")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import free_port, rank_environment
+from ranks import free_port, rank_environment
 from safetensors.torch import load_file
 from trainer_data import facts, microbatches
 
