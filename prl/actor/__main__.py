@@ -11,6 +11,7 @@ from prl.actor.tokenizer import ModelTokenizer
 from prl.config.hf_config import read_model_config
 from prl.control.child import Child, run_child
 from prl.control.client import ControlClient
+from prl.control.garbage import leave_what_is_loaded
 from prl.metrics.events import MetricsWriter
 from prl.verifier.client import VerifierClient
 
@@ -38,7 +39,7 @@ async def main(child: Child, control: ControlClient) -> None:
             ModelTokenizer(child.run.model),
             verifier if config.verifier.processes > 0 else None,
         )
-
+        leave_what_is_loaded()  # the problems, too
         publisher = rollout_publisher(child.run, config.run.name, child.attempt, control, config.streams, config.control)
         await control.join(
             {

@@ -15,6 +15,7 @@ from typing import NoReturn
 from prl.config.load import load
 from prl.config.schema import Config
 from prl.control.client import ControlClient, ControlError
+from prl.control.garbage import leave_what_is_loaded
 from prl.control.parent import end_with_parent
 from prl.control.threaded import ThreadedClient
 from prl.control.token import read_token
@@ -61,6 +62,7 @@ def run_child(main: Callable[[Child, ControlClient], Awaitable[None]]) -> NoRetu
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's: it ends the children in order
     end_with_parent()
     child = child_from_environment()
+    leave_what_is_loaded()
 
     async def guarded() -> int:
         control = child.config.control
@@ -86,6 +88,7 @@ def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoRetur
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     child = child_from_environment()
+    leave_what_is_loaded()
     code = 0
     control = child.config.control
     with ThreadedClient(

@@ -18,6 +18,7 @@ from prl.cluster.split import make_split
 from prl.config.load import load
 from prl.config.schema import Config
 from prl.control.child import say
+from prl.control.garbage import leave_what_is_loaded
 from prl.control.parent import end_with_parent
 from prl.control.ports import free_port
 from prl.control.token import read_token
@@ -109,6 +110,7 @@ async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, con
     facts = {"lineage": start.resume.lineage, "forks": start.forks, "refused": start.refused}
     publish_json(run.plan(attempt), {**plan.to_json(), **facts})
     token = read_token(run.token)
+    leave_what_is_loaded()
     with _own_redis(run, attempt, allocation.host.address, config, token):
         return await _lead_through(run, attempt, allocation, config, Orchestrator(run, config, plan, start, token), token)
 

@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
+from prl.control.garbage import leave_what_is_loaded
 from prl.control.parent import end_with_parent
 from prl.flow.ids import RolloutId
 from prl.preprocess.assemble import Prepared, build_step, prepare
@@ -166,6 +167,7 @@ _builder: Builder | None = None  # of a worker process
 def _start_worker(settings: BuilderSettings) -> None:
     global _builder
     end_with_parent()
+    leave_what_is_loaded()
     _builder = Builder(settings)
 
 
