@@ -35,6 +35,7 @@ _OWN_ENGINE_ARGS = (
     *("load-format", "generation-config", "override-generation-config", "logprobs-mode", "enable-scale-out", "config"),
     *("worker-cls", "worker-extension-cls", "weight-transfer-config", "pipeline-parallel-size", "api-server-count"),
     *("nnodes", "node-rank", "master-addr", "master-port", "quantization", "quantization-config"),
+    *("enable-expert-parallel", "enable-eplb", "eplb-config"),
 )
 _OWN_ENGINE_PREFIXES = ("data-parallel-", "ssl-")
 LIMITS = {  # of every whole number: far above what any run needs, and below what breaks something
@@ -188,14 +189,26 @@ def _fit(config: Config, model: ModelConfig) -> Iterator[str]:
             fitting = [str(n) for n in range(1, model.heads + 1) if not tensor_misfit(model, n)]
             yield f"{key} = {width}: {misfit}; choose one of {', '.join(fitting)}"
     if model.experts:
-        yield (
-            "model: has experts, and samplers cannot take new weights of experts while they run (the trainer can train them); "
-            "choose a dense model"
-        )
+        yield from _sampled_experts(config, model)
     if config.sample.max_model_len > model.max_positions:
         yield (
             f"sample.max_model_len = {config.sample.max_model_len}: the model has {model.max_positions} positions; lower it to "
             f"that"
+        )
+
+
+def _sampled_experts(config: Config, model: ModelConfig) -> Iterator[str]:
+    """A sampler's workers share each expert; on CPUs vLLM computes with experts in tiles."""
+    workers = config.sample.tensor_parallel
+    if model.experts < workers or model.expert_ffn_size % workers:
+        yield (
+            f"sample.tensor_parallel = {workers}: samplers share {model.experts} experts, each {model.expert_ffn_size} wide; "
+            f"choose at most {model.experts}, of which the width is a multiple"
+        )
+    elif not config.cluster.gpus_per_node and (model.hidden_size % 32 or model.expert_ffn_size // workers % 16):
+        yield (
+            f"model: without accelerators vLLM wants a hidden size that is a multiple of 32 and experts whose width is one of "
+            f"16 on each worker; they are {model.hidden_size} and {model.expert_ffn_size // workers}"
         )
 
 

@@ -1,15 +1,17 @@
 """Where each tensor of Hugging Face's naming lies in a sampler's live parameters.
 
 vLLM fuses q, k, v and gate, up into one parameter each, pads the vocabulary and, with tensor parallelism, holds a shard of
-rows or columns. A placement is a view of that part of a live parameter which a tensor (or a shard of it) fills, so that
-new weights are copied in and the live state is digested under the names that the trainer knows. What is not understood is
-refused: half a model must never be served.
+rows or columns; experts of a layer it stacks. A placement is a view of that part of a live parameter which a tensor (or a shard
+of it) fills, so that new weights are copied in and the live state is digested under the names that the trainer knows. What is
+not understood is refused: half a model must never be served.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -19,28 +21,34 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from prl.sampler.experts import ExpertWeights, expert_weights
 from prl.weights import digest
 from prl.weights.plan import TensorSpec
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """`live` holds elements [start, start + live.shape[dim]) along `dim` of the whole tensor; all of the other dimension.
+    """`live` holds elements [start, start + size) along `dim` of the whole tensor, all of the other dimension; in their order,
+    but its own dimensions may be more, where a kernel wants rows and columns in tiles.
     `counted`: this worker adds it to the digest (of shards that several workers hold, one does)."""
 
     spec: TensorSpec
     live: torch.Tensor
     dim: int
     start: int
+    size: int
     counted: bool
 
     def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.narrow(self.dim, self.start, self.live.shape[self.dim]) if whole.dim() else whole
+        return whole.narrow(self.dim, self.start, self.size).reshape(self.live.shape) if whole.dim() else whole
 
     def digest(self) -> torch.Tensor:
         """What the live elements add to the version's digest."""
-        if self.dim == 1 and self.live.shape[1] != self.spec.shape[1]:
-            return digest.columns(self.spec.name, self.live, self.start, self.spec.shape[1])
+        if self.dim == 1 and self.size != self.spec.shape[1]:
+            matrix = self.live.reshape(self.spec.shape[0], self.size)
+            return digest.columns(self.spec.name, matrix, self.start, self.spec.shape[1])
         row_elements = self.spec.elements // self.spec.shape[0] if self.spec.shape and self.spec.shape[0] else 0
         return digest.part(self.spec.name, self.live, self.start * row_elements if self.dim == 0 else 0)
 
@@ -63,17 +71,33 @@ def place(model: torch.nn.Module, tied: bool, specs: Sequence[TensorSpec]) -> li
     modules = dict(model.named_modules(remove_duplicate=False))
     fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     whole_of = {part: (fusion, number) for fusion, parts in fused.items() for number, part in enumerate(parts)}
+    experts = {name: expert_weights(name, layer) for name, layer in modules.items() if isinstance(layer, RoutedExperts)}
     placements, faults = [], []
     for spec in specs:
         try:
-            placements.append(_place_one(modules, whole_of, spec))
+            placements.append(_place_expert(experts, spec) or _place_one(modules, whole_of, spec))
         except ValueError as error:
             faults.append(str(error))
     if faults:
         raise ValueError(f"{len(faults)} of {len(specs)} tensors do not fit the sampler's model: {'; '.join(faults[:5])}")
     placements += _untied_copies(modules, tied, placements)
-    _check_complete(model, placements)
+    _check_complete(model, placements, experts.values())
     return placements
+
+
+def _place_expert(experts: Mapping[str, ExpertWeights], spec: TensorSpec) -> Placement | None:
+    """None where the tensor is of no expert."""
+    match = _EXPERT.fullmatch(spec.name)
+    weights = experts.get(f"{match[1]}.routed_experts") if match else None
+    if match is None or weights is None:
+        return None
+    stacked = {"gate": weights.gate, "up": weights.up, "down": weights.down}[match[3]]
+    number, width = int(match[2]), weights.width
+    if number >= len(stacked):
+        raise ValueError(f"{spec.name}: the sampler has {len(stacked)} experts a layer")
+    inner, dim = width * weights.ranks, int(match[3] == "down")
+    _check(spec, (weights.hidden, inner) if dim else (inner, weights.hidden), stacked.dtype)
+    return Placement(spec, stacked[number], dim, weights.rank * width, width, True)
 
 
 def _place_one(modules: Mapping[str, torch.nn.Module], whole_of: Mapping[str, tuple[str, int]], spec: TensorSpec) -> Placement:
@@ -88,12 +112,16 @@ def _place_one(modules: Mapping[str, torch.nn.Module], whole_of: Mapping[str, tu
     if module is None or not isinstance(parameter, torch.nn.Parameter):
         raise ValueError(f"{spec.name} is no parameter of {type(modules['']).__name__}")
     target = _target(module, parameter, part, spec)
-    if target.whole_shape != spec.shape:
-        raise ValueError(f"{spec.name} has shape {spec.shape}, the sampler needs {target.whole_shape}")
-    if str(parameter.dtype) != f"torch.{spec.dtype}":
-        raise ValueError(f"{spec.name} is {spec.dtype}, the sampler holds {parameter.dtype}: send sample.dtype")
+    _check(spec, target.whole_shape, parameter.dtype)
     live = parameter.data.narrow(0, target.at, target.size) if parameter.dim() else parameter.data
-    return Placement(spec, live, target.dim, target.start, target.counted)
+    return Placement(spec, live, target.dim, target.start, live.shape[target.dim] if live.dim() else 1, target.counted)
+
+
+def _check(spec: TensorSpec, whole_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if whole_shape != spec.shape:
+        raise ValueError(f"{spec.name} has shape {spec.shape}, the sampler needs {whole_shape}")
+    if str(dtype) != f"torch.{spec.dtype}":
+        raise ValueError(f"{spec.name} is {spec.dtype}, the sampler holds {dtype}: send sample.dtype")
 
 
 def _target(module: torch.nn.Module, parameter: torch.nn.Parameter, part: int | None, spec: TensorSpec) -> _Target:
@@ -152,11 +180,11 @@ def _untied_copies(modules: Mapping[str, torch.nn.Module], tied: bool, placement
     if not tied or weight is None or any(p.live.data_ptr() == weight.data_ptr() for p in placements):
         return []
     embedding = [p for p in placements if p.spec.name.endswith("embed_tokens.weight")]
-    return [Placement(p.spec, weight.data.narrow(0, 0, p.live.shape[0]), 0, p.start, False) for p in embedding]
+    return [Placement(p.spec, weight.data.narrow(0, 0, p.size), 0, p.start, p.size, False) for p in embedding]
 
 
-def _check_complete(model: torch.nn.Module, placements: Sequence[Placement]) -> None:
-    """Every live parameter is filled, but for the rows that pad a vocabulary."""
+def _check_complete(model: torch.nn.Module, placements: Sequence[Placement], experts: Iterable[ExpertWeights]) -> None:
+    """Every live parameter is filled, but for what pads a vocabulary or the width of experts."""
     filled: dict[int, int] = {}
     for placement in placements:
         storage = placement.live.untyped_storage().data_ptr()
@@ -167,6 +195,8 @@ def _check_complete(model: torch.nn.Module, placements: Sequence[Placement]) -> 
         for module in model.modules()
         if isinstance(module, VocabParallelEmbedding)
     }
+    for weights in experts:
+        padding |= weights.padding
     lacking = []
     for name, parameter in model.named_parameters():
         storage = parameter.untyped_storage().data_ptr()

@@ -188,10 +188,15 @@ def test_an_incomplete_model_folder(good, tmp_path, missing, words):
 
 def test_a_model_with_experts(good):
     config = replace(good, model={"architecture": "qwen3_moe"}, train={"tensor_parallel": 1})
-    (line,) = problems(config)
-    assert line.startswith("model: has experts, and samplers cannot take new weights of experts")
+    assert check(config, memory_bytes=16 * GIB) == []
     (line,) = problems(replace(config, model={"experts_per_token": 9}))
     assert line == "model.experts_per_token = 9: there are model.experts = 8"
+    (line,) = problems(replace(config, model={"expert_ffn_size": 40}))
+    assert line.endswith("one of 16 on each worker; they are 64 and 40")
+    on_gpus = replace(config, model={"expert_ffn_size": 40}, cluster={"nodes": 2, "gpus_per_node": 4})
+    assert check(on_gpus, memory_bytes=16 * GIB) == []
+    (line,) = problems(replace(config, model={"expert_ffn_size": 33}, sample={"tensor_parallel": 2}))
+    assert line.startswith("sample.tensor_parallel = 2: samplers share 8 experts, each 33 wide")
 
 
 def test_a_model_that_prl_does_not_know(good, tmp_path):

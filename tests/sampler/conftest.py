@@ -23,7 +23,14 @@ import aiohttp
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from prl.config.load import dump
 from prl.config.schema import Config
@@ -69,12 +76,54 @@ def tiny_model(seed: int) -> Qwen2ForCausalLM:
     return model
 
 
-def weights_of(model: Qwen2ForCausalLM) -> Weights:
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}  # a tied head once
+def tiny_experts(seed: int, width: int = 48) -> Qwen3MoeForCausalLM:
+    """Two of four experts a token, far apart; a width of 48 is a multiple of vLLM's tiles on CPUs, but is padded to 64."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=16,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=width,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=12,
+    )
+    model = Qwen3MoeForCausalLM(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.25)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
 
 
-def save(model: Qwen2ForCausalLM, folder: Path) -> None:
+def weights_of(model: PreTrainedModel) -> Weights:
+    """Under the names that files have, a tied head once; transformers itself holds the experts of a layer in one tensor."""
+    found: Weights = {}
+    for name, parameter in model.named_parameters():
+        path, _, last = name.rpartition(".")
+        if not path.endswith(".experts"):
+            found[name] = parameter.detach()
+            continue
+        for number, expert in enumerate(parameter.detach()):
+            parts = dict(zip(("gate", "up"), expert.chunk(2), strict=True)) if last == "gate_up_proj" else {"down": expert}
+            found |= {f"{path}.{number}.{part}_proj.weight": tensor for part, tensor in parts.items()}
+    return found
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
     """Config and tokenizer alone: a sampler starts without weights."""
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     vocabulary = {character: number for number, character in enumerate("0123456789=")} | {"<eos>": EOS, "<pad>": 12}
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<pad>"))
@@ -248,12 +297,12 @@ OPTIONS = SampleOptions(
 
 
 @contextmanager
-def sampler(folder: Path, options: SampleOptions = OPTIONS) -> Iterator[Lab]:
-    """A sampler that has joined; it is told to end afterwards, and must then end by itself and have reported no failure,
-    unless a test ended it before."""
+def sampler(folder: Path, options: SampleOptions = OPTIONS, model: PreTrainedModel | None = None) -> Iterator[Lab]:
+    """A sampler (of `tiny_model`s, unless one is given) that has joined; it is told to end afterwards, and must then end by
+    itself and have reported no failure, unless a test ended it before."""
     run = RunFolder(folder / "run")
     run.create()
-    save(tiny_model(0), run.model)
+    save(model or tiny_model(0), run.model)
     weights = WeightsOptions(bucket_mib=1, group_s=30.0, update_s=30.0)
     run.config.write_text(dump(Config(sample=options, weights=weights)))
     token = create_token(run.token)

@@ -1,6 +1,7 @@
 """Faults that cannot be had otherwise: a live parameter that changes between the copy and its verification, and errors of the
 transfer group that nobody thought of."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -11,16 +12,35 @@ from prl.sampler.engine import WorkerExtension
 class FaultyExtension(WorkerExtension):
     def corrupt_next_commit(self) -> None:
         """Flip one bit of one live parameter right after the next copy."""
+
+        def flip() -> None:
+            bits = self._parameter("model.layers.1.self_attn.qkv_proj.weight").data.view(-1)[5:6].view(torch.int32)
+            bits ^= 1
+
+        self._after_next_copy(flip)
+
+    def swap_experts_of_next_commit(self) -> None:
+        """Exchange two experts of a layer right after the next copy."""
+
+        def swap() -> None:
+            for part in ("w13", "w2"):
+                weight = self._parameter(f"model.layers.1.mlp.experts.routed_experts.{part}_weight").data
+                weight[[0, 2]] = weight[[2, 0]]
+
+        self._after_next_copy(swap)
+
+    def _after_next_copy(self, fault: Callable[[], None]) -> None:
         finish = self.finish_weight_update
 
         def finish_and_corrupt() -> None:
             finish()
             del self.finish_weight_update
-            parameter = dict(self.weight_transfer_engine.model.named_parameters())["model.layers.1.self_attn.qkv_proj.weight"]
-            bits = parameter.data.view(-1)[5:6].view(torch.int32)
-            bits ^= 1
+            fault()
 
         self.finish_weight_update = finish_and_corrupt
+
+    def _parameter(self, name: str) -> torch.nn.Parameter:
+        return dict(self.weight_transfer_engine.model.named_parameters())[name]
 
     def break_group(self, method: str) -> None:
         """Let a method of the present transfer group (close, receive) fail with an error that is none of the transport's."""
