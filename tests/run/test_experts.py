@@ -43,7 +43,7 @@ def test_a_mixture_of_experts_trains_while_it_samples(tmp_path):
     # At lag 0 trainer and sampler compute the same function of the same weights, whatever ranks hold the experts.
     assert steps[0]["train/lag_max"] == 0
     assert steps[0]["train/mismatch_mean_nats"] < 1e-4
-    assert all(values["train/mismatch_mean_nats"] < 0.1 for values in steps)
+    assert all(values["train/mismatch_mean_nats"] < 0.3 for values in steps)
 
     turns = [turn for group in ended.groups() for rollout in group.rollouts for turn in rollout.turns]
     assert len({span.version for turn in turns for span in turn.versions}) >= STEPS // 2
