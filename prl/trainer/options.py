@@ -131,8 +131,11 @@ class TrainOptions:
         bool, "the value loss trains the value head alone and leaves the model as it is (value_head)"
     ] = False
     value_rate_factor: Annotated[
-        float, "the value head's learning rate, as a multiple of learning_rate (value_head)", AtLeast(0)
-    ] = 10.0
+        float,
+        "the value head's learning rate, as a multiple of learning_rate (value_head); where that is about 1e-6, 10 lets the "
+        "head, which starts at 0, reach the rewards sooner",
+        AtLeast(0),
+    ] = 1.0
     token_mask_low: Annotated[
         float | None, "tokens with a smaller ratio of trainer to sampler do not train; null: no such bound", AtLeast(0)
     ] = None

@@ -66,7 +66,7 @@ def test_a_fixed_denominator_is_of_tokens():
 
 def test_a_value_head_takes_rewards():
     reward = {"advantage": "reward"}
-    own = {"gae_gamma": 0.9, "gae_lambda": 0.9, "value_coefficient": 1.0, "value_stop_gradient": True, "value_rate_factor": 1.0}
+    own = {"gae_gamma": 0.9, "gae_lambda": 0.9, "value_coefficient": 1.0, "value_stop_gradient": True, "value_rate_factor": 3.0}
     assert problems({}, preprocess=reward) == []
     assert problems({"value_head": True, **own}, preprocess=reward) == []
     assert problems({"value_head": True, "kl_place": "reward", **KL}, preprocess=reward) == []

@@ -35,7 +35,7 @@ SPLIT = {"tensor_parallel": 2, "sequence_parallel": True}
 STAGES = {"pipeline_parallel": 2}
 TURNS = STAGES | {"virtual_pipeline": 2}
 SHARED = {"distributed_optimizer": True}
-VALUES = {"value_head": True, "gae_gamma": 0.99, "gae_lambda": 0.9, "kl_place": "reward"}
+VALUES = {"value_head": True, "gae_gamma": 0.99, "gae_lambda": 0.9, "value_rate_factor": 10.0, "kl_place": "reward"}
 
 # Ranks, then the model, then its layouts. "merged" is one micro-batch of the same tokens, "idle" too: it leaves ranks none.
 LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
