@@ -1,8 +1,8 @@
 """Building and publishing of steps: in the preprocessor's own process, or in `preprocess.processes` workers.
 
-A step whose turn it is is built and published in one piece of work. Another one is published in a second piece, by the same
-worker: so several steps may be in the making while their files still appear one by one. Orders name entries of the rollout
-stream, which a worker reads by itself; no rollouts cross between processes.
+A step is built in one piece of work and published in another, by the same worker: so several steps may be in the making while
+their files still appear one by one. Orders name entries of the rollout stream, which a worker reads by itself; no rollouts
+cross between processes.
 """
 
 import asyncio
@@ -69,9 +69,6 @@ class PublishedStep:
     seconds: float
 
 
-Made = tuple[Built, PublishedStep | None]  # None: it is to be published when its turn comes
-
-
 class Builder:
     """Holds what is built until it is published."""
 
@@ -91,11 +88,6 @@ class Builder:
             made.microbatches, made.facts, run=settings.run, attempt=settings.attempt, sequence=sequence
         )
         return Built(made.trained, made.discarded, made.metrics, time.perf_counter() - started)
-
-    def make(self, order: StepOrder, sequence: int, publish: bool) -> Made:
-        """Build, and publish at once where asked for. Raises UnreadableEntry."""
-        built = self.build(order, sequence)
-        return built, self.publish(order.moment.step) if publish else None
 
     def publish(self, step: int) -> PublishedStep:
         started = time.perf_counter()
@@ -135,9 +127,10 @@ class Workshop:
             for _ in range(processes)
         ]
 
-    def make(self, order: StepOrder, sequence: int, *, publish: bool) -> "asyncio.Future[Made]":
+    def build(self, order: StepOrder, sequence: int) -> "asyncio.Future[Built]":
         """The future raises UnreadableEntry, or RuntimeError where the worker died."""
-        return self._do(order.moment.step, self._own.make if self._own else _make, order, sequence, publish)
+        work = self._own.build if self._own else _build
+        return self._do(order.moment.step, work, order, sequence)
 
     def publish(self, step: int) -> "asyncio.Future[PublishedStep]":
         return self._do(step, self._own.publish if self._own else _publish, step)
@@ -171,9 +164,9 @@ def _start_worker(settings: BuilderSettings) -> None:
     _builder = Builder(settings)
 
 
-def _make(order: StepOrder, sequence: int, publish: bool) -> Made:
+def _build(order: StepOrder, sequence: int) -> Built:
     assert _builder is not None
-    return _builder.make(order, sequence, publish)
+    return _builder.build(order, sequence)
 
 
 def _publish(step: int) -> PublishedStep:

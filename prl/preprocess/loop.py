@@ -18,7 +18,7 @@ from prl.control.server import Bell
 from prl.flow.events import to_discard_rows, to_rows
 from prl.flow.ids import RolloutId
 from prl.preprocess.assemble import DROPPED, Moment
-from prl.preprocess.builder import BuilderSettings, Built, Made, PublishedStep, UnreadableEntry, Workshop
+from prl.preprocess.builder import BuilderSettings, Built, PublishedStep, UnreadableEntry, Workshop
 from prl.preprocess.replay import replay
 from prl.preprocess.steps import Arrival, StepMaker, StepOrder
 from prl.streams.contract import announced
@@ -60,7 +60,7 @@ class _Job:
     """A step in the making."""
 
     order: StepOrder
-    made: "asyncio.Future[Made]"
+    built: "asyncio.Future[Built]"
 
     @property
     def step(self) -> int:
@@ -97,7 +97,7 @@ class _Loop:
         finally:
             for task in tasks:
                 task.cancel()
-            await self._ended(*tasks, *(job.made for job in self._jobs))
+            await self._ended(*tasks, *(job.built for job in self._jobs))
 
     async def _ended(self, *work: "asyncio.Future[Any]") -> None:
         """Wait for work whose outcome no longer matters. Raises TimeoutError."""
@@ -211,8 +211,7 @@ class _Loop:
             if chosen is None:
                 break
             order = self._maker.take(chosen, moment)
-            next_one = not self._jobs and moment.step <= self._trained_step + 2
-            self._jobs.append(_Job(order, self._workshop.make(order, self._sequence, publish=next_one)))
+            self._jobs.append(_Job(order, self._workshop.build(order, self._sequence)))
             self._sequence += 1
             self._next_step += 1
             self._bell.ring()
@@ -224,7 +223,7 @@ class _Loop:
         self._broken = None
         self._next_step = jobs[0].step
         lost = [lost for job in jobs for lost in self._maker.give_back(job.order, error.name)]
-        await self._ended(*(job.made for job in jobs))
+        await self._ended(*(job.built for job in jobs))
         await self._sample_again(error.name, lost, error)
 
     # Steps out
@@ -237,8 +236,8 @@ class _Loop:
             self._client.progress(f"writing step {job.step}")
             try:
                 async with asyncio.timeout(self._wait_s):
-                    built, published = await job.made
-                    published = published or await self._workshop.publish(job.step)
+                    built = await job.built
+                    published = await self._workshop.publish(job.step)
             except UnreadableEntry as error:
                 self._broken = error
                 continue
