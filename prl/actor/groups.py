@@ -159,8 +159,13 @@ def _is_float32(value: Any) -> bool:
 
 def _is_whole(turn: Any) -> bool:
     return isinstance(turn, Turn) and all(
-        isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype == dtype
-        for array, dtype in ((turn.prompt_ids, np.int32), (turn.output_ids, np.int32), (turn.logprobs, np.float32))
+        isinstance(array, np.ndarray) and array.ndim == dimensions and array.dtype == dtype
+        for array, dimensions, dtype in (
+            (turn.prompt_ids, 1, np.int32),
+            (turn.output_ids, 1, np.int32),
+            (turn.logprobs, 1, np.float32),
+            *([] if turn.routings is None else [(turn.routings, 3, np.int16)]),
+        )
     )
 
 

@@ -1,5 +1,6 @@
 """A sampler's reply, turned into arrays once."""
 
+import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +9,11 @@ import numpy as np
 
 from prl.domains.api import SamplerError
 from prl.flow.versions import Version
-from prl.streams.records import Float32, Int32, VersionSpan
+from prl.streams.records import Float32, Int16, Int32, VersionSpan
 
 _ROUNDING = 1e-3  # by so much a log-prob may lie above 0
 FINISH_REASONS = ("stop", "length", "abort")
+_ROUTING_DTYPES = ("uint8", "uint16", "int32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +24,12 @@ class Answer:
     logprobs: Float32  # [output tokens]
     versions: tuple[VersionSpan, ...]
     finish_reason: str
+    routings: Int16 | None = None  # as of Turn
 
 
-def parse_reply(reply: Any, n: int) -> list[Answer | SamplerError]:
-    """The n answers of a decoded reply, in order. An answer that is missing or malformed is an error in its place;
-    SamplerError is raised where the reply as a whole is none."""
+def parse_reply(reply: Any, n: int, prompt_tokens: int) -> list[Answer | SamplerError]:
+    """The n answers of a decoded reply to a prompt of so many tokens, in order. An answer that is missing or
+    malformed is an error in its place; SamplerError is raised where the reply as a whole is none."""
     sent = reply.get("answers") if isinstance(reply, Mapping) else None
     if not isinstance(sent, list):
         raise SamplerError("malformed", f"a sampler's reply has no answers: {str(reply)[:200]}")
@@ -35,7 +38,7 @@ def parse_reply(reply: Any, n: int) -> list[Answer | SamplerError]:
     answers: list[Answer | SamplerError] = []
     for answer in sent:
         try:
-            answers.append(parse_answer(answer))
+            answers.append(parse_answer(answer, prompt_tokens))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             words = f"malformed answer in a sampler's reply: {error!r}: {str(answer)[:200]}"
             answers.append(SamplerError("malformed", words))
@@ -45,7 +48,7 @@ def parse_reply(reply: Any, n: int) -> list[Answer | SamplerError]:
     return answers
 
 
-def parse_answer(answer: Mapping[str, Any]) -> Answer:
+def parse_answer(answer: Mapping[str, Any], prompt_tokens: int) -> Answer:
     """Raises KeyError, TypeError, ValueError or OverflowError where it is malformed."""
     finish_reason = answer["finish_reason"]
     if finish_reason not in FINISH_REASONS:
@@ -61,7 +64,19 @@ def parse_answer(answer: Mapping[str, Any]) -> Answer:
         raise ValueError(f"{length} tokens with log-probs of shape {logprobs.shape}")
     if not (-np.inf < logprobs.min() <= logprobs.max() <= _ROUNDING):  # also where one is NaN, null on the wire
         raise ValueError("a sampled token without a log-prob, or with one above 0")
-    return Answer(output_ids, logprobs, parse_versions(answer["versions"], length), finish_reason)
+    routings = parse_routings(answer["routings"], prompt_tokens + length - 1) if "routings" in answer else None
+    return Answer(output_ids, logprobs, parse_versions(answer["versions"], length), finish_reason, routings)
+
+
+def parse_routings(sent: Sequence[Any], tokens: int) -> Int16:
+    """The experts of so many tokens. Raises TypeError or ValueError."""
+    *shape, kind, text = sent
+    if kind not in _ROUTING_DTYPES or len(shape) != 3 or shape[0] != tokens:
+        raise ValueError(f"routings of {shape} as {kind} for {tokens} tokens")
+    found = np.frombuffer(binascii.a2b_base64(text, strict_mode=True), kind).reshape(shape)
+    if found.size and found.max() > np.iinfo(np.int16).max:
+        raise ValueError(f"routings to expert {found.max()}")
+    return found.astype(np.int16)
 
 
 def parse_versions(spans: Sequence[tuple[str, int, int]], length: int) -> tuple[VersionSpan, ...]:
@@ -90,10 +105,14 @@ def join_versions(spans: Sequence[VersionSpan], length: int) -> tuple[VersionSpa
 def continue_answer(first: Answer, more: Answer) -> Answer:
     """An aborted answer and what was sampled behind it, as one."""
     shift = len(first.output_ids)
+    routings = more.routings
+    if first.routings is not None and routings is not None:  # what was sampled stays with the experts that it went to then
+        routings = np.concatenate([first.routings, routings[len(first.routings) :]])
     spans = (*first.versions, *(VersionSpan(s.version, s.start + shift, s.end + shift) for s in more.versions))
     return Answer(
         output_ids=np.concatenate([first.output_ids, more.output_ids]),
         logprobs=np.concatenate([first.logprobs, more.logprobs]),
         versions=join_versions(spans, shift + len(more.output_ids)),
         finish_reason=more.finish_reason,
+        routings=routings,
     )

@@ -10,7 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self, TypeGuard
 
@@ -212,7 +212,7 @@ class SamplerClient:
                 self.counts["aborted"] += 1
                 left = parameters.max_tokens - len(answer.output_ids)
                 if left <= 0:
-                    answer = Answer(answer.output_ids, answer.logprobs, answer.versions, "length")
+                    answer = replace(answer, finish_reason="length")
                     break
                 prompt_ids = [*prompt.tolist(), *answer.output_ids.tolist()]
                 rest = Parameters(left, parameters.temperature, parameters.top_p, parameters.stop_token_ids)
@@ -263,7 +263,7 @@ class SamplerClient:
             finally:
                 replica.tokens_in_flight -= tokens
             replica.rest_s = 0.0
-            answers = parse_reply(reply, n)
+            answers = parse_reply(reply, n, len(prompt_ids))
             if any(_was_aborted(answer) for answer in answers):
                 self._rest(replica)  # it is being fenced or emptied: others first
             return replica.index, answers
@@ -372,5 +372,6 @@ def _settle(future: asyncio.Future[Turn], prompt: Int32, answer: Answer | Except
             replica=replica,
             started=started,
             ended=time.time(),
+            routings=answer.routings,
         )
     )

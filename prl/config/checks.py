@@ -21,6 +21,7 @@ STEP_ROLLOUTS = 10**7
 ENGINE_ARGS = Path(__file__).with_name("engine_args.txt")  # written by tools/engine_args.py
 _NAMED_ENGINE_ARGS = {
     "dtype": "sample.dtype",
+    "enable-return-routed-experts": "sample.record_routing",
     "enforce-eager": "sample.enforce_eager",
     "gpu-memory-utilization": "sample.gpu_memory_utilization",
     "kv-cache-memory-bytes": "sample.kv_cache_mib",
@@ -190,6 +191,8 @@ def _fit(config: Config, model: ModelConfig) -> Iterator[str]:
             yield f"{key} = {width}: {misfit}; choose one of {', '.join(fitting)}"
     if model.experts:
         yield from _sampled_experts(config, model)
+    elif config.sample.record_routing:
+        yield "sample.record_routing = true: the model has no experts; set it to false"
     if config.sample.max_model_len > model.max_positions:
         yield (
             f"sample.max_model_len = {config.sample.max_model_len}: the model has {model.max_positions} positions; lower it to "
@@ -209,6 +212,13 @@ def _sampled_experts(config: Config, model: ModelConfig) -> Iterator[str]:
         yield (
             f"model: without accelerators vLLM wants a hidden size that is a multiple of 32 and experts whose width is one of "
             f"16 on each worker; they are {model.hidden_size} and {model.expert_ffn_size // workers}"
+        )
+    if config.sample.record_routing and not config.cluster.gpus_per_node:
+        yield "sample.record_routing = true: vLLM records no routing without accelerators; set it to false"
+    if config.sample.record_routing and config.train.recompute == "selective" and config.train.pipeline_parallel > 1:
+        yield (
+            "sample.record_routing = true: with train.recompute = selective, stages of a pipeline would compute experts again "
+            "with the routing of another micro-batch; set train.recompute to none or full"
         )
 
 

@@ -19,7 +19,7 @@ from prl.flow.packing import deal, pack
 from prl.flow.versions import Version, is_ancestor, lag
 from prl.preprocess.advantages import GroupRewards, step_advantages
 from prl.preprocess.options import PreprocessOptions
-from prl.streams.records import Float32, Group, Int32, MicroBatch, Rollout, StepFacts, Turn
+from prl.streams.records import Float32, Group, Int16, Int32, MicroBatch, Rollout, StepFacts, Turn
 
 Array = npt.NDArray[Any]
 Bool = npt.NDArray[np.bool_]
@@ -70,6 +70,7 @@ class TokenSequence:
     spans: list[Span]
     tokens: int
     outputs: int  # tokens that train
+    routings: tuple[tuple[int, Int16], ...] = ()  # of so many tokens, from a place in the sequence on
 
     def continued_by(self, prompt: Int32) -> bool:
         """Whether a prompt begins with all of this sequence."""
@@ -92,6 +93,9 @@ class TokenSequence:
             length = span.end - max(span.start, skipped)
             if length > 0:
                 self.spans.append(Span(length, span.version.step, number))
+        if turn.routings is not None:
+            start = max(self.tokens - 1, 0)  # the last token of the turn before went to experts in this one
+            self.routings = (*self.routings, (start, turn.routings[start:]))
         self.tokens += len(context) + len(output)
         self.outputs += len(output)
 
@@ -349,7 +353,21 @@ def _microbatch(step: _Sequences, weights: Float32, members: Int64) -> MicroBatc
         reference_logprobs=None,
         lags=np.repeat(np.where(trains, step.ages[spans], -1).astype(np.int32), tokens),
         rollouts=tuple(step.rollouts[n] for n in numbers),
+        routings=_routings(parts, boundaries),
     )
+
+
+def _routings(parts: Sequence[TokenSequence], boundaries: Int32) -> Int16 | None:
+    """The experts of all tokens of a micro-batch, where those of some are known."""
+    known = [
+        (start + at, found) for start, part in zip(boundaries.tolist(), parts, strict=False) for at, found in part.routings
+    ]
+    if not known:
+        return None
+    routings = np.full((boundaries[-1], *known[0][1].shape[1:]), -1, np.int16)
+    for at, found in known:
+        routings[at : at + len(found)] = found
+    return routings
 
 
 def _group_metrics(groups: Sequence[Prepared]) -> dict[str, float]:

@@ -5,7 +5,8 @@ which for short answers is a good part of a sampler's work.
 
 POST /prl/generate {token_ids, sampling_params}, as of /inference/v1/generate, ->
 {answers: [{token_ids, logprobs, versions: [[version, start, end]...], finish_reason}...]}, all arrays, one answer for each of
-`sampling_params.n`.
+`sampling_params.n`. Where vLLM records the experts that tokens went to: also routings, [tokens, layers, experts a token, dtype,
+the numbers' bytes in base64], of prompt and answer without the last token.
 """
 
 import asyncio
@@ -83,11 +84,13 @@ def _parameters(text: bytes) -> SamplingParams:
 def _as_arrays(output: CompletionOutput) -> dict[str, Any]:
     spans = [(span.version, span.start, span.end) for span in output.weight_versions or ()]
     logprobs = output.logprobs.logprobs if output.logprobs else []  # flat: the sampled token's alone
+    routed = output.routed_experts
     return {
         "token_ids": list(output.token_ids),
         "logprobs": logprobs,
         "versions": spans,
         "finish_reason": output.finish_reason,
+        **({} if routed is None else {"routings": [*routed.shape, routed.dtype.name, routed.tobytes()]}),  # bytes in base64
     }
 
 

@@ -16,6 +16,10 @@ class SampleOptions:
     kv_cache_mib: Annotated[int | None, "size of the KV cache in MiB; null: vLLM's choice (GPU only)", AtLeast(1)] = None
     gpu_memory_utilization: Annotated[float, "share of a GPU's memory that vLLM may take", Above(0), AtMost(1)] = 0.9
     enforce_eager: Annotated[bool, "no graph capture (always so on CPUs)"] = False
+    record_routing: Annotated[
+        bool,
+        "record which experts each token goes to, so that it goes to the same in the trainer (models with experts, GPU only)",
+    ] = False
     threads: Annotated[int, "CPU threads of a sampler without a GPU", AtLeast(1)] = 1
     engine_args: Annotated[
         Mapping[str, str | int | float | bool], "further arguments of vLLM's server by their long names, e.g. {block-size: 32}"

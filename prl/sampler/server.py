@@ -45,6 +45,8 @@ def prepare_environment(options: SampleOptions, host: str) -> bool:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # the engine does not import everything anew
         }
+    if options.record_routing:
+        wanted["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other one cannot
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
     return gpu
@@ -91,6 +93,8 @@ def server_arguments(model: str, host: str, port: int, options: SampleOptions, g
         raise ValueError("sample.kv_cache_mib is null: without a GPU vLLM would take nearly all memory; set it, e.g. to 64")
     if not gpu:
         arguments["async-scheduling"] = False  # with no device to keep busy it costs a tenth of the throughput
+    if options.record_routing:
+        arguments["enable-return-routed-experts"] = True
     arguments |= dict(options.engine_args)
     return [word for name, value in arguments.items() for word in _words(name, value)]
 

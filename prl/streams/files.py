@@ -21,6 +21,7 @@ import xxhash
 
 from prl.runfolder.publish import publish
 from prl.streams.guard import check_file
+from prl.streams.routings import ROUTINGS
 
 SCHEMA_VERSION = 1
 FILE_NAME = re.compile(r"(?P<stem>.+)_a(?P<attempt>\d+)_(?P<sequence>\d+)_(?P<bytes>\d+)_(?P<checksum>[0-9a-f]{16})\.arrow")
@@ -237,7 +238,7 @@ def _check_schema(where: object, found: pa.Schema, kind: str, schema: pa.Schema,
         raise StreamError(
             f"{where}: schema version {version}, this program reads {SCHEMA_VERSION}: use the program that wrote it"
         )
-    if not found.equals(schema):
+    if not found.equals(schema) and not found.equals(schema.append(ROUTINGS)):
         raise StreamError(f"{where}: its columns are not those of schema version {SCHEMA_VERSION}")
     if run is not None and header.run != run:
         raise StreamError(f"{where}: of run {header.run!r}, this is run {run!r}")

@@ -36,6 +36,8 @@ class Turn(NamedTuple):
     replica: int
     started: float  # seconds since the epoch
     ended: float
+    routings: Int16 | None = None  # [prompt + output tokens - 1, layers, experts a token], the experts that each token went to,
+    # but for the last one, which went nowhere any more; -1: unknown; None: not recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,10 @@ class Group:
         return [RolloutId(self.epoch, self.problem, self.group, k, self.issue) for k in self.rollout_numbers()]
 
     def payload_bytes(self) -> int:
-        """Of its token ids and log-probs, which is nearly all of it."""
+        """Of its token ids, log-probs and routings, which is nearly all of it."""
         turns = [turn for rollout in self.rollouts for turn in rollout.turns]
-        return sum(4 * (len(t.prompt_ids) + 2 * len(t.output_ids)) for t in turns)
+        routed = sum(t.routings.nbytes for t in turns if t.routings is not None)
+        return routed + sum(4 * (len(t.prompt_ids) + 2 * len(t.output_ids)) for t in turns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The table of rollouts: one row a turn, one record batch a file. How it is read: `rows.py`."""
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow as pa
 from prl.streams.arrays import DICTIONARY, Array, dictionary_array, list_array, offsets_of
 from prl.streams.files import Encoded, Header, StreamError, encode_file
 from prl.streams.records import Group, VersionSpan
+from prl.streams.routings import ROUTINGS, SHAPE, shape_of, to_column
 
 KIND = "rollouts"
 _SPAN = pa.struct([("lineage", pa.int32()), ("step", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
@@ -60,13 +62,18 @@ def check_group(group: Group) -> None:
                     f"group {group.group} ({group.problem}), rollout {number}: {len(turn.output_ids)} output tokens, "
                     f"{len(turn.logprobs)} log-probs, versions {[(s.start, s.end) for s in turn.versions]}"
                 )
+            if turn.routings is not None and len(turn.routings) != len(turn.prompt_ids) + len(turn.output_ids) - 1:
+                raise StreamError(
+                    f"group {group.group} ({group.problem}), rollout {number}: routings of {len(turn.routings)} tokens for "
+                    f"{len(turn.prompt_ids)} + {len(turn.output_ids)}, the last of which has none"
+                )
 
 
 def to_arrow(groups: Sequence[Group], header: Header) -> Encoded:
     """A whole Arrow file of these groups."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     turns = [turn for rollout in rollouts for turn in rollout.turns]
-    prompts, outputs, logprobs, versions, reasons, replicas, started, ended = zip(*turns, strict=True)
+    prompts, outputs, logprobs, versions, reasons, replicas, started, ended, routings = zip(*turns, strict=True)
     turns_at = offsets_of([len(rollout.turns) for rollout in rollouts])  # of each rollout
     per_rollout = np.diff(turns_at)
     per_group = np.diff(turns_at[offsets_of([len(group.rollouts) for group in groups])])
@@ -104,8 +111,13 @@ def to_arrow(groups: Sequence[Group], header: Header) -> Encoded:
         "started": pa.array(np.array(started, np.float64)),
         "ended": pa.array(np.array(ended, np.float64)),
     }
-    schema = SCHEMA.with_metadata(header.metadata())
-    return encode_file(schema, [pa.record_batch([columns[name] for name in SCHEMA.names], schema=schema)])
+    schema, metadata = SCHEMA, header.metadata()
+    routed = shape_of(routings)
+    if routed:
+        columns[ROUTINGS.name] = to_column(routings)
+        schema, metadata = SCHEMA.append(ROUTINGS), header.metadata({SHAPE: json.dumps(routed)})
+    schema = schema.with_metadata(metadata)
+    return encode_file(schema, [pa.record_batch([columns[name] for name in schema.names], schema=schema)])
 
 
 def _spans(versions: Sequence[tuple[VersionSpan, ...]]) -> pa.ListArray:

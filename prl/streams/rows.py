@@ -12,8 +12,9 @@ import pyarrow as pa
 from prl.flow.versions import Version
 from prl.streams.arrays import Array, flat, has_nulls, pieces, strings
 from prl.streams.files import StreamError
-from prl.streams.records import NO_METRICS, Float32, Group, Int32, Rollout, Turn, VersionSpan
+from prl.streams.records import NO_METRICS, Float32, Group, Int16, Int32, Rollout, Turn, VersionSpan
 from prl.streams.rollouts import SCHEMA
+from prl.streams.routings import ROUTINGS, from_values, shape_in
 
 Int64 = npt.NDArray[np.int64]
 
@@ -32,6 +33,7 @@ class Rows:
     output_offsets: Int32  # [rows + 1]
     output_ids: Int32  # [output tokens]
     logprobs: Float32  # [output tokens]
+    routings: list[Int16 | None] | None  # [rows], as of `Turn`; None: of no row
 
     def of_groups(self, name: str) -> list[Any]:
         """A column's values, one a group."""
@@ -61,6 +63,7 @@ def rows_of(batch: pa.RecordBatch, where: object) -> Rows:
     if not np.array_equal(logprob_offsets, output_offsets):
         raise StreamError(f"{where}: there are not as many log-probs as output tokens")
     _check_versions(column["versions"], np.diff(output_offsets), where)
+    routings = _routings(batch, np.diff(prompt_offsets) + np.diff(output_offsets) - 1, where)
     rollout_starts = np.flatnonzero(new_rollout)
     return Rows(
         column=column,
@@ -72,6 +75,7 @@ def rows_of(batch: pa.RecordBatch, where: object) -> Rows:
         output_offsets=output_offsets,
         output_ids=output_ids,
         logprobs=logprobs,
+        routings=routings,
     )
 
 
@@ -92,6 +96,21 @@ def _check_versions(column: pa.ListArray, outputs: Array, where: object) -> None
     firsts[offsets[:-1][np.diff(offsets) > 0]] = 0  # the first of a turn at 0
     if not np.array_equal(start, firsts) or (end < start).any() or not np.array_equal(np.diff(covered[offsets]), outputs):
         raise StreamError(f"{where}: the versions do not cover the output tokens")
+
+
+def _routings(batch: pa.RecordBatch, tokens: Array, where: object) -> list[Int16 | None] | None:
+    """`tokens`: of each row, that went to experts."""
+    try:
+        shape = shape_in(batch.schema.metadata, batch.schema.names)
+        if shape is None:
+            return None
+        column = batch.column(ROUTINGS.name)
+        if has_nulls(column):
+            raise ValueError("routings are missing")
+        found = pieces(*flat(column))
+        return [from_values(values, shape, count) for values, count in zip(found, tokens.tolist(), strict=True)]
+    except ValueError as error:
+        raise StreamError(f"{where}: {error}") from error
 
 
 def to_groups(rows: Rows) -> list[Group]:
@@ -129,6 +148,7 @@ def _turns(rows: Rows) -> list[Turn]:
         _versions(rows.column["versions"]),
         strings(rows.column["finish_reason"]),
         *(rows.column[name].to_numpy().tolist() for name in ("replica", "started", "ended")),
+        [None] * len(rows.output_offsets[1:]) if rows.routings is None else rows.routings,
     )
     return list(map(Turn._make, zip(*columns, strict=True)))
 

@@ -26,6 +26,7 @@ from prl.streams.files import (
     read_checked,
 )
 from prl.streams.records import MicroBatch, StepFacts
+from prl.streams.routings import ROUTINGS, SHAPE, from_values, shape_in, shape_of, to_column
 
 KIND = "step"
 _PER_TOKEN = {
@@ -71,8 +72,12 @@ def encode_step(microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: st
         _check(microbatch, f"step {facts.step}, micro-batch {number}")
     header = Header(KIND, run, attempt, "preprocess", sequence)
     tokens = [len(m.tokens) for m in microbatches]
-    metadata = header.metadata({"prl.facts": json.dumps(asdict(facts)), "prl.tokens": json.dumps(tokens)})
-    schema = SCHEMA.with_metadata(metadata)
+    more = {"prl.facts": json.dumps(asdict(facts)), "prl.tokens": json.dumps(tokens)}
+    schema = SCHEMA
+    routed = shape_of([m.routings for m in microbatches])
+    if routed:
+        schema, more[SHAPE] = SCHEMA.append(ROUTINGS), json.dumps(routed)
+    schema = schema.with_metadata(header.metadata(more))
     batches = [_to_batch(microbatch, schema) for microbatch in microbatches]
     return EncodedStep(facts.step, header, encode_file(schema, batches))
 
@@ -111,6 +116,7 @@ def open_step(where: object, data: pa.Buffer, run: str | None) -> "StepFile":
     try:
         facts = StepFacts(**json.loads(opened.metadata[b"prl.facts"]))
         tokens = json.loads(opened.metadata[b"prl.tokens"])
+        routed = shape_in(opened.metadata, batches[0].schema.names if batches else ())
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise StreamError(f"{where}: no step facts in its header ({type(error).__name__}: {error})") from error
     counts = (facts.step, facts.trained_tokens, facts.samples, facts.microbatches)
@@ -122,7 +128,7 @@ def open_step(where: object, data: pa.Buffer, run: str | None) -> "StepFile":
         _check_lists(batch, f"{where}, micro-batch {number}")
     if tokens != [len(batch.column("tokens").values) for batch in batches]:
         raise StreamError(f"{where}: its header deals other micro-batches than it holds")
-    return StepFile(where, opened.header, facts, tokens, batches)
+    return StepFile(where, opened.header, facts, tokens, batches, routed)
 
 
 def _check_lists(batch: pa.RecordBatch, where: str) -> None:
@@ -144,13 +150,20 @@ class StepFile:
     """A step file in memory."""
 
     def __init__(
-        self, where: object, header: Header, facts: StepFacts, tokens: list[int], batches: list[pa.RecordBatch]
+        self,
+        where: object,
+        header: Header,
+        facts: StepFacts,
+        tokens: list[int],
+        batches: list[pa.RecordBatch],
+        routed: tuple[int, int] | None,
     ) -> None:
         self.where = where
         self.header = header
         self.facts = facts
         self.tokens = tokens  # of each micro-batch
         self.batches = batches  # one a micro-batch
+        self._routed = routed  # layers, experts a token; None: nothing is known of experts
 
     def deal(self, data_parallel_size: int) -> list[list[int]]:
         """Numbers of the micro-batches of each rank: every one once, as many and (nearly) as long on each rank as can be. Where
@@ -167,13 +180,21 @@ class StepFile:
 
         reference = None if batch.column("reference_logprobs").null_count else values("reference_logprobs")
         ids = zip(*(batch.column(name).values.to_pylist() for name in _IDS), strict=True)
+        where = f"{self.where}, micro-batch {number}"
+        routings = None
+        if self._routed:
+            try:
+                routings = from_values(values(ROUTINGS.name), self._routed, self.tokens[number])
+            except ValueError as error:
+                raise StreamError(f"{where}: {error}") from error
         microbatch = MicroBatch(
             **{name: values(name) for name in _PER_TOKEN},
             boundaries=values("boundaries"),
             reference_logprobs=reference,
             rollouts=tuple(RolloutId(*i) for i in ids),
+            routings=routings,
         )
-        _check(microbatch, f"{self.where}, micro-batch {number}")
+        _check(microbatch, where)
         return microbatch
 
     def rollout_ids(self) -> list[RolloutId]:
@@ -189,6 +210,8 @@ def _check(microbatch: MicroBatch, where: str) -> None:
     arrays: dict[str, Any] = {name: getattr(microbatch, name) for name in _PER_TOKEN}
     if microbatch.reference_logprobs is not None:
         arrays["reference_logprobs"] = microbatch.reference_logprobs
+    if microbatch.routings is not None:
+        arrays["routings"] = microbatch.routings
     wrong = {name: len(array) for name, array in arrays.items() if len(array) != tokens}
     if wrong:
         raise StreamError(f"{where}: {tokens} tokens, but {wrong}")
@@ -210,4 +233,6 @@ def _to_batch(microbatch: MicroBatch, schema: pa.Schema) -> pa.RecordBatch:
     for name, kind in _IDS.items():
         values = pa.array([getattr(i, name) for i in microbatch.rollouts], kind)
         columns[name] = pa.ListArray.from_arrays(pa.array(np.array([0, len(values)], np.int32)), values)
-    return pa.record_batch([columns[name] for name in SCHEMA.names], schema=schema)
+    if ROUTINGS.name in schema.names:
+        columns[ROUTINGS.name] = to_column([microbatch.routings])
+    return pa.record_batch([columns[name] for name in schema.names], schema=schema)

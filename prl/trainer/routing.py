@@ -10,6 +10,9 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from prl.config.hf_config import ModelConfig
+from prl.streams.records import MicroBatch
+
 TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 
 
@@ -27,6 +30,18 @@ class RoutingReplay:
             return values, own
         experts = torch.where(self.experts < 0, own, self.experts)
         return scores.gather(1, experts), experts
+
+
+def check_routings(batch: MicroBatch, model: ModelConfig) -> None:
+    """Raises ValueError where the samplers' routings are not those of this model."""
+    if batch.routings is None:
+        return
+    found, wanted, last = batch.routings.shape[1:], (model.layers, model.experts_per_token), int(batch.routings.max())
+    if found != wanted or last >= model.experts:
+        raise ValueError(
+            f"routings of {found[0]} layers to {found[1]} experts a token, up to number {last}; the model has "
+            f"{wanted[0]} layers, {wanted[1]} experts a token, {model.experts} in all"
+        )
 
 
 def replay_routings(gpt: GPTModel) -> None:

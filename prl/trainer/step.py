@@ -21,6 +21,7 @@ from prl.trainer.model import unwrap
 from prl.trainer.objective import objective
 from prl.trainer.parallel import broadcast_json
 from prl.trainer.pipeline import ForwardStep, LossOf, run_schedule
+from prl.trainer.routing import check_routings
 from prl.trainer.schedule import learning_rate
 from prl.trainer.value_head import token_values
 
@@ -66,6 +67,8 @@ def _even(engine: Engine, microbatches: Sequence[MicroBatch]) -> tuple[list[Micr
     """This rank's micro-batches, with idle ones where it must have more, and whether the reference has to judge them. Ranks
     that share experts go through equally many together; a virtual pipeline takes as many as it has stages at a time."""
     options = engine.options
+    for batch in microbatches:
+        check_routings(batch, engine.config)
     wanted = [max(1, len(microbatches)), int(any(batch.reference_logprobs is None for batch in microbatches))]
     if options.expert_parallel > 1:
         told = torch.tensor(wanted, device=device.device())

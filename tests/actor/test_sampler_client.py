@@ -325,7 +325,7 @@ def test_a_request_that_nobody_waits_for_is_dropped():
 
 
 def test_the_recorded_reply_is_parsed_whole():
-    answers = parse_reply(RECORDED, 2)
+    answers = parse_reply(RECORDED, 2, 3)
     assert [answer.output_ids.tolist() for answer in answers] == [[5, 6], [11]]
 
 

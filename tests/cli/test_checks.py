@@ -195,6 +195,13 @@ def test_a_model_with_experts(good):
     assert line.endswith("one of 16 on each worker; they are 64 and 40")
     on_gpus = replace(config, model={"expert_ffn_size": 40}, cluster={"nodes": 2, "gpus_per_node": 4})
     assert check(on_gpus, memory_bytes=16 * GIB) == []
+    (line,) = problems(replace(config, sample={"record_routing": True}))
+    assert line.startswith("sample.record_routing = true: vLLM records no routing without accelerators")
+    (line,) = problems(replace(good, sample={"record_routing": True}))
+    assert line == "sample.record_routing = true: the model has no experts; set it to false"
+    staged = {"tensor_parallel": 1, "pipeline_parallel": 2, "recompute": "selective"}
+    (line,) = problems(replace(on_gpus, sample={"record_routing": True}, train=staged))
+    assert line.startswith("sample.record_routing = true: with train.recompute = selective, stages")
     (line,) = problems(replace(config, model={"expert_ffn_size": 33}, sample={"tensor_parallel": 2}))
     assert line.startswith("sample.tensor_parallel = 2: samplers share 8 experts, each 33 wide")
 

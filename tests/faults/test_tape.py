@@ -20,7 +20,7 @@ PROMPTS = [
 @pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[-1], [1, 1, 1, 1, 10]], ids=["recorded", "recorded last", "unknown"])
 def test_answers_end_in_the_version_that_is_served(prompt, served):
     tape = Tape()
-    for answer in parse_reply({"answers": [tape.answer(prompt, served) for _ in range(8)]}, 8):
+    for answer in parse_reply({"answers": [tape.answer(prompt, served) for _ in range(8)]}, 8, len(prompt)):
         assert answer.versions[-1].version == served
         assert answer.versions[-1].end == len(answer.output_ids) == len(answer.logprobs)
         assert all(one.version.step < other.version.step for one, other in pairwise(answer.versions))
