@@ -13,6 +13,7 @@ from prl.config.layout import layout_problems, tensor_misfit
 from prl.config.load import ConfigError, out_of_bounds, replace
 from prl.config.loss_checks import loss_problems, loss_warnings
 from prl.config.machine import free_memory_bytes, machine_problems
+from prl.config.model_files import tokenizer_problems, weight_problems
 from prl.config.optimizer_checks import optimizer_problems
 from prl.config.schema import Config
 
@@ -51,7 +52,7 @@ LIMITS = {  # of every whole number: far above what any run needs, and below wha
     10**5: "model.layers model.heads model.kv_heads model.head_dim model.experts model.experts_per_token train.lora_rank "
     "cluster.nodes cluster.train_nodes cluster.cpus_per_node",
     10**4: "train.tensor_parallel train.pipeline_parallel train.virtual_pipeline train.context_parallel train.expert_parallel "
-    "train.threads sample.tensor_parallel sample.threads actor.processes actor.rollout_tries "
+    "train.threads sample.tensor_parallel sample.threads sample.restarts actor.processes actor.rollout_tries "
     "verifier.processes preprocess.processes cluster.train_devices cluster.gpus_per_node cluster.replicas_per_node",
     2**24: "run.max_waiting_mib sample.kv_cache_mib verifier.memory_mib preprocess.memory_mib streams.redis.max_mib",  # 16 TiB
     2**17: "train.head_chunk_mib weights.bucket_mib streams.roll_mib streams.queue_mib",  # 128 GiB, in one piece
@@ -91,6 +92,7 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     if outside:  # the other checks reckon with these values
         raise ConfigError("\n".join(outside))
     model, problems = _model(config)
+    problems += _model_files(config)
     problems += _run(config)
     problems += _sbatch(config)
     problems += _parts(config)
@@ -146,19 +148,19 @@ def _model(config: Config) -> tuple[ModelConfig | None, list[str]]:
     folder = Path(options.path)
     if not folder.is_dir():
         return None, [f"model.path = {folder}: no such folder; give the folder of a downloaded Hugging Face model"]
-    problems = [
-        f"model.path = {folder}: has no {name}; it must be a complete Hugging Face folder"
-        for name in ("config.json", "tokenizer.json")
-        if not (folder / name).is_file()
-    ]
-    if options.init == "pretrained" and not any(folder.glob("*.safetensors")):
-        problems.append(f"model.path = {folder}: has no *.safetensors weights; convert them, or set model.init: random")
-    if problems:
-        return None, problems
+    if not (folder / "config.json").is_file():
+        return None, [f"model.path = {folder}: has no config.json; it must be a complete Hugging Face folder"]
     try:
         return read_model_config(folder), []
     except UnsupportedModelError as error:
         return None, [f"model.path = {folder}: prl cannot train this model: {error}"]
+
+
+def _model_files(config: Config) -> Iterator[str]:
+    folder = Path(config.model.path)
+    if config.model.path and config.model.architecture is None and folder.is_dir():
+        problems = [*tokenizer_problems(folder), *(weight_problems(folder) if config.model.init == "pretrained" else ())]
+        yield from (f"model.path = {folder}: {problem}" for problem in problems)
 
 
 def _random_model(config: Config) -> tuple[ModelConfig | None, list[str]]:

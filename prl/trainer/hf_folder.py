@@ -14,13 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError
+from prl.config.model_files import INDEX, WEIGHTS
 from prl.runfolder.publish import storage, sync_folder
 from prl.trainer.table import Sliced, tensor_shapes
 
 SHARD_BYTES = 2 << 30  # of a file of weights, at most, unless a single tensor is larger
 
-_INDEX = "model.safetensors.index.json"
-_WEIGHTS = "model.safetensors"
 # Weights that some folders hold although they follow from the config or from other weights.
 _DERIVED = ("rotary_emb.inv_freq", "lm_head.weight")
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -46,7 +45,7 @@ def read_weights(folder: Path, model: ModelConfig) -> Iterator[tuple[str, Sliced
     Raises UnsupportedModelError where the folder lacks a tensor, has one of another shape, or one that the architecture lacks.
     """
     files = _files(folder)
-    opened = {path: safe_open(path, framework="pt") for path in set(files.values())}
+    opened = {path: _open(path) for path in set(files.values())}
     used: set[str] = set()
     found: dict[str, Sliced] = {}
     missing, misshapen = [], []
@@ -138,25 +137,32 @@ def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_by
         total += tensor.nbytes
     write()
     if len(shards) == 1:
-        shards[0].rename(folder / _WEIGHTS)
+        shards[0].rename(folder / WEIGHTS)
         return
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for path, name in zip(shards, names, strict=True):
         path.rename(folder / name)
     index = {"metadata": {"total_size": total}, "weight_map": {name: names[number] for name, number in files.items()}}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _files(folder: Path) -> dict[str, Path]:
     """Where each tensor of the folder lies."""
-    if (folder / _INDEX).exists():
-        index: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+    if (folder / INDEX).exists():
+        index: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
         return {name: folder / file for name, file in index.items()}
-    path = folder / _WEIGHTS
+    path = folder / WEIGHTS
     if not path.exists():
-        raise UnsupportedModelError(f"{folder} holds neither {_WEIGHTS} nor {_INDEX}: no weights to start from")
-    with safe_open(path, framework="pt") as file:
+        raise UnsupportedModelError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: no weights to start from")
+    with _open(path) as file:
         return dict.fromkeys(file.keys(), path)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UnsupportedModelError(f"{path} cannot be read: {error}; download it again") from error
 
 
 def _is_index(path: Path) -> bool:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from safetensors.numpy import load as load_safetensors
+from tokenizers import Tokenizer, models
 
 from prl.config.checks import LIMITS, check, resolve_paths
 from prl.config.hf_config import model_config
@@ -49,11 +51,21 @@ def problems(config, **options):
     return str(caught.value).splitlines()
 
 
+def safetensors(sizes):
+    """The bytes of a file that holds a tensor of each name and size in bytes."""
+    entries, end = {}, 0
+    for name, size in sizes.items():
+        entries[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps(entries).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(end)
+
+
 def model_folder(path, **changes):
     path.mkdir()
     (path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
-    (path / "tokenizer.json").write_text("{}")
-    (path / "model.safetensors").write_text("")
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path / "tokenizer.json"))
+    (path / "model.safetensors").write_bytes(safetensors({"a": 8}))
     return {"path": str(path), "init": "pretrained", "architecture": None}
 
 
@@ -176,14 +188,51 @@ def test_tensor_parallel_against_the_models_own_config(good, tmp_path):
     [
         ("config.json", "has no config.json"),
         ("tokenizer.json", "has no tokenizer.json"),
-        ("model.safetensors", "has no *.safetensors weights"),
+        ("model.safetensors", "has neither model.safetensors nor model.safetensors.index.json"),
     ],
 )
 def test_an_incomplete_model_folder(good, tmp_path, missing, words):
-    config = replace(good, model=model_folder(tmp_path / "model"))
+    config = replace(good, model=model_folder(tmp_path / "model"), train={"tensor_parallel": 1})
     (tmp_path / "model" / missing).unlink()
     (line,) = problems(config)
     assert line.startswith(f"model.path = {tmp_path / 'model'}: {words}")
+
+
+WHOLE = safetensors({"a": 8})
+CUT = "bytes are no safetensors file, or only the beginning of one); download it again"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("model.safetensors", b"", f"model.safetensors is damaged (its 0 {CUT}"),
+        ("model.safetensors", WHOLE[:20], f"model.safetensors is damaged (its 20 {CUT}"),
+        ("model.safetensors", WHOLE[:-1], f"(it has {len(WHOLE) - 1} bytes and should have "),
+        ("model.safetensors", WHOLE + b"0", f"bytes and should have {len(WHOLE)}); download it"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "fetch the file itself with git lfs pull"),
+        ("model.safetensors", (2).to_bytes(8, "little") + b"[]", "model.safetensors is damaged"),
+        ("model.safetensors.index.json", b"{", "model.safetensors.index.json is no index of weights (JSONDecodeError"),
+        ("model.safetensors.index.json", b'{"weight_map": {"b": "two.safetensors"}}', "has no file two.safetensors, which its"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}',
+            "model.safetensors lacks 1 tensors that model.safetensors.index.json places there, e.g. b",
+        ),
+        ("tokenizer.json", b"{", "tokenizer.json is no tokenizer ("),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json cannot be read ("),
+        ("generation_config.json", b"3", "generation_config.json holds no keys and values; download it again"),
+    ],
+)
+def test_a_damaged_model_folder(good, tmp_path, name, content, words):
+    config = replace(good, model=model_folder(tmp_path / "model"), train={"tensor_parallel": 1})
+    assert load_safetensors((tmp_path / "model/model.safetensors").read_bytes())["a"].nbytes == 8  # as the library reads it
+    assert check(config, memory_bytes=16 * GIB) == []
+    (tmp_path / "model" / name).write_bytes(content)
+    (line,) = problems(config)
+    assert line.startswith(f"model.path = {tmp_path / 'model'}: ")
+    assert words in line
+    if name.startswith("model"):
+        assert check(replace(config, model={"init": "random"}), memory_bytes=16 * GIB) == []
 
 
 def test_a_model_with_experts(good):

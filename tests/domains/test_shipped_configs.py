@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from prl.cli.submit import main
 from prl.config.hf_config import read_model_config
@@ -61,9 +62,9 @@ every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.st
 def stub_model(folder: Path, config: dict) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").touch()
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder
 
 

@@ -355,3 +355,10 @@ def test_a_folder_that_does_not_fit_its_config(families, tmp_path, change, words
     save_file(found, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=words):
         list(read_weights(tmp_path, read_model_config(families.folder / "qwen3_moe")))
+
+
+def test_a_file_of_weights_that_cannot_be_read_is_named(families, tmp_path):
+    whole = families.folder / "qwen3" / "model.safetensors"
+    (tmp_path / "model.safetensors").write_bytes(whole.read_bytes()[:1000])
+    with pytest.raises(UnsupportedModelError, match=rf"^{tmp_path}/model\.safetensors cannot be read: .*; download it again$"):
+        list(read_weights(tmp_path, read_model_config(families.folder / "qwen3")))
