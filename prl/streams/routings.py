@@ -2,15 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from prl.streams.arrays import list_array
+from prl.streams.arrays import Array, list_array
 
-Array = npt.NDArray[Any]
 ROUTINGS = pa.field("routings", pa.list_(pa.int16()))  # flat; a row without any has none
 SHAPE = "prl.routings"  # in the header: [layers, experts a token]
 

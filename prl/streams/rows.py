@@ -109,7 +109,7 @@ def _routings(batch: pa.RecordBatch, tokens: Array, where: object) -> list[Int16
             raise ValueError("routings are missing")
         found = pieces(*flat(column))
         return [from_values(values, shape, count) for values, count in zip(found, tokens.tolist(), strict=True)]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StreamError(f"{where}: {error}") from error
 
 

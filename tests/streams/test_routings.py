@@ -83,6 +83,7 @@ def test_turns_whose_routings_do_not_fit_are_refused_by_the_writer():
         ("3", lambda values: values, "of shape"),
         (None, lambda values: values, "of shape"),
         ("[[", lambda values: values, "Expecting"),
+        (2000 * "[" + 2000 * "]", lambda values: values, "recursion"),
     ],
 )
 def test_routings_that_do_not_fit_are_refused_by_readers(shape, values, words):
