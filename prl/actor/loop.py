@@ -25,6 +25,7 @@ from prl.verifier.client import VerifierClient
 _GATHER_S = 0.01  # groups of one lease end close together: their room is leased with one call
 _DOMAIN_FAULTS = 16  # groups in a row that fail by the domain's own code end the actor: it would go on for ever
 _REPORT_S = 1.0  # seconds between two lines of metrics
+_NEWS_S = 120.0  # deadline of a call that the orchestrator answers after half a minute, with news or without
 _TICK_S = 0.05  # seconds between two looks at the event loop's lag
 
 
@@ -68,9 +69,11 @@ class Actor:
                 reporting = tasks.create_task(self._report(), name="report")
                 watching = tasks.create_task(self._watch_loop(), name="watch the event loop")
                 hearing = tasks.create_task(self._hear_what_is_wanted(), name="hear what is wanted")
+                learning = tasks.create_task(self._learn_of_samplers(), name="learn of samplers")
                 leasing = tasks.create_task(self._lease_groups(tasks), name="lease")
                 await parts.control.stopping.wait()
                 hearing.cancel()
+                learning.cancel()
                 leasing.cancel()
                 for task in self._in_flight:
                     task.cancel()
@@ -96,7 +99,6 @@ class Actor:
                 deadline_s=self._call_s,
                 reason="leasing groups to sample",
             )
-            parts.samplers.set_replicas({int(entry["replica"]): str(entry["url"]) for entry in answer["samplers"]})
             parts.verifier.set_url(answer["verifier"])
             if answer["leases"] and not self._began:
                 self._began = True
@@ -107,6 +109,16 @@ class Actor:
                 task.add_done_callback(self._forget)
             if answer["leases"]:
                 parts.control.progress(f"sampling {len(self._in_flight)} groups")
+
+    async def _learn_of_samplers(self) -> None:
+        """Keeps to the samplers that serve, whatever else the actor does: all of its groups may wait for one that is gone."""
+        known: list[list[int | str]] | None = None
+        while True:
+            answer = await self._parts.control.call(
+                "samplers", {"known": known}, deadline_s=_NEWS_S, reason="which samplers serve"
+            )
+            known = answer["samplers"]
+            self._parts.samplers.set_replicas({int(replica): str(url) for replica, url in answer["samplers"]})
 
     async def _hear_what_is_wanted(self) -> None:
         """Tells the publisher when a step begins or ceases to wait for groups, whatever else the actor does. Who has finished

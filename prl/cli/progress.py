@@ -104,6 +104,10 @@ def follow(
                     words += console.printable(event.labels.get("error", ""))
                     stream.write(f"\r{words}\x1b[K\n" if overwrite else f"{words}\n")
                     last = ""
+                if event.kind == names.SAMPLERS and any(name.startswith(names.FENCED_PREFIX) for name in event.values):
+                    words = f"samplers: {console.printable(event.labels.get('event', ''))}"
+                    stream.write(f"\r{words}\x1b[K\n" if overwrite else f"{words}\n")
+                    last = ""
                 if event.role in LEADERS and event.index == 0:
                     heard = clock()
         silent_s = 0.0 if heard is None else clock() - heard

@@ -8,6 +8,7 @@ weights     orchestrator, once a commit    v     weights/*
 evaluation  orchestrator, once a version   v     eval/*                     domain
 checkpoint  orchestrator                   k     checkpoint/*, streams/*
 save_failed orchestrator                   k     checkpoint/*               error: why there is no checkpoint of the step
+samplers    orchestrator, at each change   -     samplers/*                 event: what happened to whom
 phase       orchestrator (and prl-submit)  -     -                          name: what begins at the event's time
 usage       orchestrator or node agent     -     usage/*, cumulative        role, process: whom it speaks of
 scalars     anyone, at any time            any   anything
@@ -66,6 +67,11 @@ weights/ (orchestrator and samplers)
     gap_s                      longest time between two tokens of one sequence around the update
     send_s, commit_s, update_s the trainer's sending; pause and copy at all samplers; from the armed receivers to the end
     bytes                      bytes sent
+samplers/ (the orchestrator)
+    serving                    replicas that may be asked
+    restarts                   processes that were started again, so far
+    epoch                      groups for the weights that were needed so far
+    fenced_<why>               replicas that stopped serving, so far: died, failed, silent, unreachable, late, refused, mismatch
 checkpoint/ (the orchestrator)
     bytes, write_s             of its files; from the end of its step to the files durable
     failures, retired          saves of this attempt that failed; old checkpoints that it deleted, both so far
@@ -85,6 +91,7 @@ WEIGHTS = "weights"
 EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"
 SAVE_FAILED = "save_failed"
+SAMPLERS = "samplers"
 PHASE = "phase"
 USAGE = "usage"
 SCALARS = "scalars"
@@ -125,6 +132,11 @@ PAUSE_S = "weights/pause_s"
 RECEIVE_S = "weights/receive_s"
 GAP_S = "weights/gap_s"
 SENT_BYTES = "weights/bytes"
+
+SERVING = "samplers/serving"
+RESTARTS = "samplers/restarts"
+EPOCH = "samplers/epoch"
+FENCED_PREFIX = "samplers/fenced_"  # and a reason
 
 EVAL_REWARD_MEAN = "eval/reward_mean"
 EVAL_REWARD_STD = "eval/reward_std"

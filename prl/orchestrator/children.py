@@ -33,9 +33,10 @@ class RunningChild:
     plan: ChildPlan
     process: asyncio.subprocess.Process
     log: Path
+    start: int = 0  # how often it was started before
 
 
-async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Path) -> RunningChild:
+async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Path, start: int = 0) -> RunningChild:
     """Start `python -m prl.<role>`; both its outputs go to logs/<role>-<index>.log."""
     log = logs / f"{plan.role}-{plan.index}.log"
     with log.open("ab") as output:
@@ -49,7 +50,12 @@ async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Pat
             env={**os.environ, **environment, **plan.environment},
             start_new_session=True,
         )
-    return RunningChild(plan, process, log)
+    return RunningChild(plan, process, log, start)
+
+
+def kill_child(child: RunningChild) -> None:
+    """SIGKILL to its process group."""
+    _signal_group(child, signal.SIGKILL)
 
 
 async def end_child(child: RunningChild, grace_s: float) -> None:

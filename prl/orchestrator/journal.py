@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prl.flow.evaluations import Evaluation
+from prl.flow.membership import Membership
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
 from prl.metrics.options import MetricsOptions
@@ -27,6 +28,15 @@ class Journal:
     def committed(self, committed: Committed) -> None:
         labels = {"version": str(committed.version), "digest": committed.digest}
         self._metrics.write(committed.values, step=committed.version.step, kind=names.WEIGHTS, labels=labels)
+
+    def samplers_changed(self, membership: Membership, words: str) -> None:
+        values = {
+            names.SERVING: float(len(membership.serving)),
+            names.RESTARTS: float(membership.restarts),
+            names.EPOCH: float(membership.epoch),
+            **{f"{names.FENCED_PREFIX}{reason}": float(count) for reason, count in membership.reasons.items()},
+        }
+        self._metrics.write(values, kind=names.SAMPLERS, labels={"event": words})
 
     def trained(self, step: int, train: Mapping[str, float], data: Mapping[str, float], latest: Committed | None) -> None:
         """A step's line: the trainer's values, the preprocessor's under data/, those of the last version that was committed."""

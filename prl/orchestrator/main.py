@@ -5,22 +5,26 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from prl.config.schema import Config
 from prl.control.server import Answer, Bell, ControlServer, Member
 from prl.flow.evaluations import Evaluation
+from prl.flow.membership import IN_GROUP, Membership, MembershipSettings
+from prl.flow.versions import Version
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.checkpoints import Checkpoints, Moment
 from prl.orchestrator.journal import Journal
 from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, Outcome, conclude
+from prl.orchestrator.replicas import ReplicaDesk
 from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
 from prl.orchestrator.steps import StepDesk
 from prl.orchestrator.stop_rule import Score, StopRule
-from prl.orchestrator.updates import Committed, Replica, UpdateError, WeightUpdater
+from prl.orchestrator.updates import Committed, UpdateError, WeightUpdater
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 
@@ -45,6 +49,7 @@ class Orchestrator:
         self._causes = Causes(self._bell)
         self._stop_rule = StopRule(config.run.stop_at_reward, config.run.stop_after_evaluations, start.evaluations_reached)
         self._nodes_done: set[int] = set()
+        self._last_version: Version | None = None  # that the dispatcher knows of
         self._done_words = f"all {config.run.steps} steps trained"
         self._dispatcher = start.dispatcher
         self._ledger = LedgerWriter(run.ledger(plan.attempt))
@@ -73,11 +78,24 @@ class Orchestrator:
             waiting=start.waiting,
             on_trained=self._trained,
             save_now=self._checkpoints.due,
+            wants_version=self._wants_version,
             steps_at_once=config.preprocess.processes,
         )
+        samplers = {child.index: child.node for child in plan.children if child.role == "sampler"}
+        self._membership = Membership(
+            MembershipSettings(len(samplers), config.sample.restarts, config.sample.restart_pause_s, config.control.start_s)
+        )
+        self._replicas = ReplicaDesk(
+            self._membership,
+            samplers,
+            tell=lambda replica, reason: self._updater.tell_fenced(replica, reason),
+            on_change=self._samplers_changed,
+        )
+        self._replicas.changed.on_ring(self._bell.ring)
         self._updater = WeightUpdater(
             token,
             config.weights,
+            self._replicas,
             start_s=config.control.start_s,
             on_committed=self._committed,
             on_error=self._update_failed,
@@ -88,11 +106,14 @@ class Orchestrator:
                 **self._rollouts.handlers(),
                 **self._steps.handlers(),
                 **self._checkpoints.handlers(),
+                **self._replicas.handlers(),
                 "children": self._children,
                 "child_ended": self._child_ended,
                 "node_done": self._node_done,
                 "offer_version": self._offer_version,
+                "sending": lambda member, body: self._updater.sending(body),
                 "version_sent": lambda member, body: self._updater.sent(body),
+                "version_unsent": lambda member, body: self._updater.unsent(body),
                 "staged": lambda member, body: self._updater.staged(body),
             },
             on_join=self._joined,
@@ -137,13 +158,13 @@ class Orchestrator:
         control = self._config.control
         expected = {(child.role, child.index) for child in self._plan.children}
         if await self._causes.wait(lambda: expected <= self._joined_keys(), control.start_s, lambda: self._missing(expected)):
-            samplers = self._server.of_role("sampler")
-            self._updater.set_replicas([Replica(m.index, m.facts["url"], int(m.facts.get("workers", 1))) for m in samplers])
+            self._updater.begin()
             if not self._config.run.replay:
                 self._set_problems()
             await self._record(self._start.reissued)
             self._journal.phase("seeding")
-            deadline_s = self._config.weights.group_s + self._config.weights.update_s
+            # Twice what it takes: a sampler may have to be left out.
+            deadline_s = 2 * (self._config.weights.group_s + self._config.weights.update_s)
             if self._config.run.replay or await self._causes.wait(
                 lambda: self._updater.current is not None, deadline_s, lambda: "the first version at all samplers"
             ):
@@ -185,7 +206,8 @@ class Orchestrator:
         """Tell everyone to stop; failed runs end at once, good ones give their children time."""
         if self._causes:
             await asyncio.sleep(GATHER_CAUSES_S)
-        self._rollouts.ended = True
+        self._rollouts.ended = self._replicas.ended = True
+        self._replicas.changed.ring()
         self._server.stopping = self._causes.closed = True
         self._server.grace_s = FAILED_GRACE_S if self._causes else self._config.control.stop_s
         self._bell.ring()
@@ -199,6 +221,7 @@ class Orchestrator:
     async def _close(self) -> Outcome:
         """Close everything, whatever of it fails, and write the outcome last but surely."""
         await self._server.close()
+        await self._replicas.close()
         await self._updater.close()
         try:
             if not self._causes:
@@ -216,6 +239,9 @@ class Orchestrator:
     # What ends a run
 
     def _failed(self, member: Member, error: str, trace: str) -> None:
+        if member.role == "sampler" and self._has_joined(member.index):
+            self._replicas.fence(member.index, "failed", f"{member.name}: {error}")
+            return
         self._causes.add(Cause(f"{member.name}: {error}", member.role, AGENT if member.role == "agent" else REPORTED, trace))
 
     def _update_failed(self, error: UpdateError) -> None:
@@ -223,11 +249,36 @@ class Orchestrator:
 
     async def _child_ended(self, member: Member, body: Mapping[str, Any]) -> Answer:
         code, child = int(body["code"]), str(body["child"])
+        if self._causes.closed:
+            return {}
         if self._is_done_with(child.split()[0]) and (code == 0 or not child.startswith("trainer")):
             return {}
-        rank = KILLED if code < 0 else ENDED
-        self._causes.add(Cause(f"{body['words']}; the end of {body['log']}:\n{body['tail']}", child.split()[0], rank))
-        return {}
+        role, index = child.split()
+        words = str(body["words"])
+        said = f"{words}; the end of {body['log']}:\n{body['tail']}"
+        cause = Cause(said, role, KILLED if code < 0 else ENDED)
+        if role != "sampler" or not self._has_joined(int(index)):
+            self._causes.add(cause)
+            return {}
+        pause_s = self._replicas.died(int(index), words)
+        last = self._membership.last  # what it was given up for, where that came before
+        if not self._membership.serving and (self._steps.exported or self._membership.over(time.monotonic()) is not None):
+            self._causes.add(cause if last == words else replace(cause, words=f"{last}; then {said}"))
+        return {"restart_after_s": pause_s}
+
+    def _has_joined(self, sampler: int) -> bool:
+        """Whether its first process came so far: what fails before that is the configuration's fault."""
+        return self._membership.state(sampler) != "starting"
+
+    def _samplers_changed(self, words: str) -> None:
+        self._journal.samplers_changed(self._membership, words)
+
+    def _look_after_samplers(self) -> None:
+        """End the run where nobody is left to serve and nobody has come back in time."""
+        self._replicas.fence_late()
+        over = self._membership.over(time.monotonic())
+        if over is not None:
+            self._causes.add(Cause(over, "sampler", ENDED))
 
     def _is_done_with(self, role: str) -> bool:
         """Whether the run can end well without the processes of a role from now on."""
@@ -244,14 +295,18 @@ class Orchestrator:
             asleep = time.monotonic()
             await asyncio.sleep(control.heartbeat_s)
             await self._rollouts.expire()
+            self._look_after_samplers()
             if time.monotonic() - asleep > control.heartbeat_s + LATE_S:
                 log.warning("the orchestrator was held up for %.1f s", time.monotonic() - asleep - control.heartbeat_s)
                 trusted = time.monotonic()
             if time.monotonic() - trusted < control.lost_after_s:
                 continue
             for member in self._server.silent(control.lost_after_s):
-                if not self._is_done_with(member.role):
-                    words = f"{member.name} on {member.host} was silent for {control.lost_after_s:.0f} s; it was {member.doing}"
+                words = f"{member.name} on {member.host} was silent for {control.lost_after_s:.0f} s; it was {member.doing}"
+                if member.role == "sampler":
+                    if self._membership.state(member.index) in IN_GROUP:  # else it is known, or its next process is awaited
+                        self._replicas.fence(member.index, "silent", words)
+                elif not self._is_done_with(member.role):
                     self._causes.add(Cause(words, member.role, ENDED))
 
     async def _watch_stop_file(self) -> None:
@@ -265,6 +320,8 @@ class Orchestrator:
     # Joins
 
     def _joined(self, member: Member) -> None:
+        if member.role == "sampler":
+            self._replicas.joined(member)
         self._bell.ring()
 
     def _joined_keys(self) -> set[tuple[str, int]]:
@@ -290,7 +347,6 @@ class Orchestrator:
     def _facts_for_actors(self) -> Mapping[str, Any]:
         verifiers = self._server.of_role("verifier")
         return {
-            "samplers": [{"replica": m.index, "url": m.facts["url"]} for m in self._server.of_role("sampler")],
             "verifier": verifiers[0].facts["url"] if verifiers else None,
         }
 
@@ -306,14 +362,27 @@ class Orchestrator:
 
     async def _offer_version(self, member: Member, body: Mapping[str, Any]) -> Answer:
         """In conventional mode samplers get the first version and those that end a generation; a replay has none."""
-        run, step = self._config.run, int(body["step"])
-        inside = run.mode == "conventional" and step % run.steps_per_generation and step != run.steps
-        if run.replay or (inside and self._updater.current is not None):
+        if not self._is_sent(int(body["step"])):
             return {"epoch": int(body["epoch"]), "world_size": 0, "send": False}
         return await self._updater.offer(body)
 
+    def _is_sent(self, step: int) -> bool:
+        run = self._config.run
+        inside = run.mode == "conventional" and step % run.steps_per_generation and step != run.steps
+        return not run.replay and not (inside and self._updater.current is not None)
+
+    def _wants_version(self) -> bool:
+        """Whether the trainer is to send the version that it is at, though it has done so: a sampler came (back) later, or the
+        transfer broke when the trainer had gone on already."""
+        step, current = self._steps.trained, self._updater.current
+        if self._updater.under_way is not None or not self._membership.group or not self._is_sent(step):
+            return False
+        return current is None or current.version.step != step or self._membership.group != self._membership.serving
+
     def _committed(self, committed: Committed) -> None:
-        self._dispatcher.committed(committed.version)
+        if committed.version != self._last_version:  # else it was sent again
+            self._last_version = committed.version
+            self._dispatcher.committed(committed.version)
         self._journal.committed(committed)
         self._bell.ring()
 

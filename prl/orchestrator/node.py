@@ -1,7 +1,10 @@
 """The node agent: starts the children that the plan puts on its node, watches them, ends them."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from prl.control.child import report_failure
 from prl.control.client import ControlClient
@@ -10,12 +13,15 @@ from prl.control.ports import free_port
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
 from prl.metrics.usage import own_usage, usage_of
-from prl.orchestrator.children import ChildPlan, RunningChild, end_child, how_it_ended, log_tail, start_child
+from prl.orchestrator.children import ChildPlan, RunningChild, end_child, how_it_ended, kill_child, log_tail, start_child
 from prl.runfolder.paths import RunFolder
 
 KILL_AFTER_S = 3.0  # between SIGTERM and SIGKILL
 GRACE_LOOK_S = 0.5  # between two looks at how much time is left
 USAGE_S = 2.0  # between two looks at what the children use
+ORDERS_S = 600.0  # deadline of a call that the orchestrator answers after half a minute, and that its loss ends
+
+Start = Callable[[ChildPlan, int], Awaitable[RunningChild]]
 
 
 async def run_agent(
@@ -26,14 +32,18 @@ async def run_agent(
     async with ControlClient(control_url, token, "agent", node, options) as client:
         await client.join({"address": address})
         answer = await client.call("children", {}, deadline_s=options.start_s, reason="the plan of this node's children")
-        children: list[RunningChild] = []
+        children: dict[str, RunningChild] = {}
         metrics = MetricsWriter(run.metrics, "agent", node, attempt)
+
+        async def start(plan: ChildPlan, number: int) -> RunningChild:
+            environment = _environment(run, attempt, plan, address, control_url)
+            child = children[plan.name] = await start_child(plan, environment, run.logs(attempt), number)
+            return child
+
         try:
             for entry in answer["children"]:
-                plan = ChildPlan(**{**entry, "devices": tuple(entry["devices"])})
-                common = _environment(run, attempt, plan, address, control_url)
-                children.append(await start_child(plan, common, run.logs(attempt)))
-            await _watch(client, children, options, metrics)
+                await start(ChildPlan(**{**entry, "devices": tuple(entry["devices"])}), 0)
+            await _watch(client, children, start, options, metrics)
         except Exception as error:
             await report_failure(client, error, run.path)
             raise
@@ -41,7 +51,7 @@ async def run_agent(
             try:
                 _write_usage(metrics, children)
             finally:
-                await asyncio.gather(*(end_child(child, KILL_AFTER_S) for child in children))
+                await asyncio.gather(*(end_child(child, KILL_AFTER_S) for child in children.values()))
                 metrics.close()
         if client.lost is not None:
             raise client.lost
@@ -63,21 +73,41 @@ def _environment(run: RunFolder, attempt: int, plan: ChildPlan, address: str, co
     return environment
 
 
-async def _watch(client: ControlClient, children: list[RunningChild], options: ControlOptions, metrics: MetricsWriter) -> None:
-    """Report every child's end until the run stops; then give the children their time to end by themselves."""
-    waits = {asyncio.create_task(child.process.wait()): child for child in children}
+async def _watch(
+    client: ControlClient, children: dict[str, RunningChild], start: Start, options: ControlOptions, metrics: MetricsWriter
+) -> None:
+    """Report every child's end until the run stops, and start again what the orchestrator wants to have again; then give the
+    children their time to end by themselves."""
+    waits = {asyncio.create_task(child.process.wait()): child for child in children.values()}
+    starts: set[asyncio.Task[RunningChild | None]] = set()
     stopping = asyncio.create_task(client.stopping.wait())
+    tasks: list[asyncio.Task[Any]] = [stopping]
+    if any(child.plan.role == "sampler" for child in children.values()):
+        tasks.append(asyncio.create_task(_obey(client, children), name="end what the orchestrator gave up"))
     looked = time.monotonic()
     try:
-        while waits and not client.stopping.is_set():
-            done, _ = await asyncio.wait([*waits, stopping], timeout=options.heartbeat_s, return_when="FIRST_COMPLETED")
+        while (waits or starts) and not client.stopping.is_set():
+            done, _ = await asyncio.wait(
+                [*waits, *starts, *tasks], timeout=options.heartbeat_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if time.monotonic() - looked >= USAGE_S:
                 looked = time.monotonic()
                 _write_usage(metrics, children)
             for task in done & waits.keys():
-                await _report(client, waits.pop(task))
+                child = waits.pop(task)
+                pause_s = await _report(client, child)
+                if pause_s is not None:
+                    starts.add(asyncio.create_task(_start_again(client, child, start, pause_s), name="restart"))
+            for again in done & starts:
+                starts.discard(again)
+                started = again.result()
+                if started is not None:
+                    waits[asyncio.create_task(started.process.wait())] = started
+            for task in done.intersection(tasks):
+                task.result()
             client.progress(f"watching {len(waits)} children")
         await client.stopping.wait()
+        waits |= {asyncio.create_task(c.process.wait()): c for c in await asyncio.gather(*starts) if c is not None}
         told = time.monotonic()
         while waits and time.monotonic() - told < client.grace_s:  # which a cancel may shorten
             done, _ = await asyncio.wait(waits, timeout=min(GRACE_LOOK_S, client.grace_s), return_when="FIRST_COMPLETED")
@@ -87,12 +117,33 @@ async def _watch(client: ControlClient, children: list[RunningChild], options: C
             for task in done:
                 waits.pop(task)
     finally:
-        stopping.cancel()
-        for task in waits:
-            task.cancel()
+        for unfinished in [*tasks, *waits, *starts]:
+            unfinished.cancel()
 
 
-async def _report(client: ControlClient, child: RunningChild) -> None:
+async def _start_again(client: ControlClient, child: RunningChild, start: Start, pause_s: float) -> RunningChild | None:
+    """After the pause; None where the run stops before."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(client.stopping.wait(), pause_s)
+        return None
+    kill_child(child)  # what the dead one left behind in its group
+    return await start(child.plan, child.start + 1)
+
+
+async def _obey(client: ControlClient, children: dict[str, RunningChild]) -> None:
+    """Kill the samplers' processes that the orchestrator has given up, until it stops the run."""
+    known: list[list[int]] = []
+    while not client.stopping.is_set():
+        answer = await client.call("orders", {"known": known}, deadline_s=ORDERS_S, reason="what is to end on this node")
+        for index, number in answer["end"]:
+            known.append([index, number])
+            child = children.get(f"sampler {index}")
+            if child is not None and child.start == number and child.process.returncode is None:
+                kill_child(child)
+
+
+async def _report(client: ControlClient, child: RunningChild) -> float | None:
+    """The pause after which it is to be started again, in seconds; None: not at all."""
     body = {
         "child": child.plan.name,
         "code": child.process.returncode,
@@ -100,12 +151,14 @@ async def _report(client: ControlClient, child: RunningChild) -> None:
         "log": str(child.log),
         "tail": log_tail(child.log),
     }
-    await client.call("child_ended", body, deadline_s=10.0, reason=f"reporting that {child.plan.name} ended")
+    answer = await client.call("child_ended", body, deadline_s=10.0, reason=f"reporting that {child.plan.name} ended")
+    pause_s: float | None = answer.get("restart_after_s")
+    return pause_s
 
 
-def _write_usage(metrics: MetricsWriter, children: list[RunningChild]) -> None:
+def _write_usage(metrics: MetricsWriter, children: Mapping[str, RunningChild]) -> None:
     """What every living child with all its descendants, and this process itself (on rank 0 with the orchestrator), have used
     so far."""
-    usages = {**usage_of({child.plan.name: child.process.pid for child in children}), "agent": own_usage()}
+    usages = {**usage_of({name: child.process.pid for name, child in children.items()}), "agent": own_usage()}
     for process, usage in usages.items():
         metrics.write(usage.values(), kind=names.USAGE, labels={"process": process, "role": process.split()[0]})

@@ -32,7 +32,7 @@ class RolloutDesk:
         on_announced: Callable[[Mapping[str, Any]], None] = lambda announcement: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`facts` are samplers and verifier, for actors."""
+        """`facts`: what actors need to know besides, with each lease."""
         self.open = False  # leases are handed out once the samplers serve a version
         self.ended = False
         self.announced = 0  # so far

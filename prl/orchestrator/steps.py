@@ -38,8 +38,10 @@ class StepDesk:
         on_trained: Callable[[int, Mapping[str, float], Mapping[str, float]], bool],
         save_now: Callable[[int], bool],
         steps_at_once: int = 1,
+        wants_version: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`steps_at_once`: so many step files may be in the making."""
+        """`steps_at_once`: so many step files may be in the making. `wants_version`: whether the trainer, while it has nothing
+        to do, is to send the samplers the version that it is at."""
         self.trained = trained
         self.finishing = False  # the trainer saves, exports and ends
         self.exported = False  # it has
@@ -53,6 +55,7 @@ class StepDesk:
         self._on_trained = on_trained
         self._save_now = save_now
         self._steps_at_once = steps_at_once
+        self._wants_version = wants_version
         # The groups of step files that are in flight: what was trained before a rollback is not any more.
         dead = {i.group for entry in waiting for i in dispatcher.ended(entry.trained)}
         self._in_files = {step: {i.group for i in entry.trained} - dead for step, entry in self._entries.items()}
@@ -131,11 +134,11 @@ class StepDesk:
 
     async def _next_step(self, member: Member, body: Mapping[str, Any]) -> Answer:
         step = int(body["step"])
-        await self._bell.until(lambda: self._may_train(step) or self.finishing, LONG_POLL_S)
+        await self._bell.until(lambda: self._may_train(step) or self.finishing or self._wants_version(), LONG_POLL_S)
         if self.finishing:
             return {"file": None, "stop": True}
         entry = self._entries.get(step) if self._may_train(step) else None
-        return {"file": None if entry is None else entry.file, "stop": False}
+        return {"file": None if entry is None else entry.file, "send": entry is None and self._wants_version(), "stop": False}
 
     def _may_train(self, step: int) -> bool:
         """In conventional mode a generation is sampled to its end before its first step begins."""

@@ -1,11 +1,17 @@
 """One version of the weights on its way to all samplers: arm, send, verify, commit.
 
 The trainer offers a version; every sampler arms a receiver; the trainer sends while tokens go on being sampled; every worker
-reports the digest of what it staged; when all of them agree with the trainer's, every sampler commits at once. Updates
-follow one another: an offer waits until the one before it is committed.
+reports the digest of what it staged; the samplers whose digests are the trainer's commit. Updates follow one another: an
+offer waits until the one before it has ended.
+
+A sampler that dies, stands still or does not answer in time is fenced: whatever waits for it here goes on without it. Where
+that breaks the transfer, everyone leaves the group, another one is built and the version is sent again: at once where the
+trainer is still at it, with its next version otherwise, or as soon as it has nothing else to do.
 """
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,38 +20,76 @@ from typing import Any
 import aiohttp
 
 from prl.control.token import authorization
+from prl.flow.membership import Reason
 from prl.flow.versions import Version
+from prl.orchestrator.replicas import TELL_S, Replica, ReplicaDesk
 from prl.weights.options import WeightsOptions
+
+POLL_S = 5.0  # the trainer asks again after so long whether the group it sends over is broken
+AGENT_S = 1.0  # that a node agent has to say that a sampler which cannot be reached has ended
+SETTLE_S = 5.0  # at least, that the others have to report a version after a replica was fenced
+log = logging.getLogger(__name__)
 
 
 class UpdateError(Exception):
-    """A version did not reach the samplers; says which replica and why."""
+    """A version did not reach the samplers, and the run cannot go on; says why."""
 
 
-@dataclass(frozen=True)
-class Replica:
-    replica: int
-    url: str
-    workers: int  # ranks of it in the transfer group
+class Refused(Exception):
+    """A sampler answered that it will not."""
 
 
-@dataclass
+class NoAnswer(Exception):
+    """A sampler did not answer in time, or failed at what it was asked."""
+
+
+class Unreachable(NoAnswer):
+    """The connection to a sampler broke off, or there was none."""
+
+
+@dataclass(eq=False)
 class Update:
-    """A version that is under way."""
+    """A version that is under way to a group."""
 
     version: Version
+    epoch: int
+    replicas: tuple[Replica, ...]
     armed_s: float
     staged: dict[tuple[int, int], str] = field(default_factory=dict)  # (replica, worker) -> digest
     receive_s: float = 0.0
-    digest: str | None = None
+    digest: str | None = None  # of what the trainer sent, once it has
+    sent_s: float = 0.0  # when
     send_s: float = 0.0
     sent_bytes: int = 0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    failed: str = ""  # why not everyone has it or will get it: another group is needed
+
+    @property
+    def alive(self) -> list[Replica]:
+        return [replica for replica in self.replicas if not replica.gone.is_set()]
+
+    @property
+    def crippled(self) -> bool:
+        """Whether some of the group are gone."""
+        return len(self.alive) < len(self.replicas)
+
+    def missing(self, replica: Replica) -> list[int]:
+        """Its workers that have not reported."""
+        return [worker for worker in range(replica.workers) if (replica.index, worker) not in self.staged]
+
+    def arrived(self) -> bool:
+        return self.digest is not None and not any(self.missing(replica) for replica in self.alive)
+
+    def broken(self) -> str:
+        """Why the trainer need not go on sending; nothing where it has to."""
+        if self.failed or not self.crippled:
+            return self.failed
+        gone = [replica.name for replica in self.replicas if replica.gone.is_set()]
+        return f"{', '.join(gone)} left the group"
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A version that all samplers serve, and what it took."""
+    """A version that the samplers serve, and what it took."""
 
     version: Version
     digest: str
@@ -57,35 +101,35 @@ class WeightUpdater:
         self,
         token: str,
         options: WeightsOptions,
+        desk: ReplicaDesk,
         *,
         start_s: float,
         on_committed: Callable[[Committed], None],
         on_error: Callable[[UpdateError], None],
     ) -> None:
         self.current: Committed | None = None
+        self._desk = desk
+        self._changed = desk.changed
         self._options = options
         self._start_s = start_s  # how long the first offer waits for the samplers to be there
         self._on_committed = on_committed
         self._on_error = on_error
         self._session = aiohttp.ClientSession(headers=authorization(token))
-        self._replicas: Sequence[Replica] = ()
-        self._epoch = 0  # of the membership; every change builds a new transfer group
         self._connected_epoch = 0
         self._update: Update | None = None
-        self._free = asyncio.Event()
-        self._free.set()
-        self._manned = asyncio.Event()  # there are samplers to update
+        self._arming = False
+        self._manned = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def under_way(self) -> Version | None:
-        """The version that was offered and is not committed yet."""
+        """The version that was offered and has not ended yet."""
         return None if self._update is None else self._update.version
 
-    def set_replicas(self, replicas: Sequence[Replica]) -> None:
-        self._replicas = tuple(replicas)
-        self._epoch += 1
-        self._manned.set()
+    def begin(self) -> None:
+        """All samplers are there: the first offer need not wait any longer."""
+        self._manned = True
+        self._changed.ring()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -93,145 +137,286 @@ class WeightUpdater:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._session.close()
 
+    # What the trainer says
+
     async def offer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The trainer has a version: arm every sampler's receiver. Answers once all are armed."""
+        """The trainer has a version: arm the receivers of the whole group. Answers once all are armed that are in it then; or
+        that there is nobody to send to, after `group_s` and `update_s` at the latest."""
         version = Version(int(body["lineage"]), int(body["step"]))
-        await self._wait_for(self._manned, self._start_s, f"version {version} waits for the samplers to start")
-        under_way = self._update.version if self._update else "?"
-        await self._wait_for(self._free, self._options.update_s, f"version {version} waits for {under_way} to be committed")
-        self._free.clear()
-        self._update = Update(version, time.monotonic())
-        world_size = 1 + sum(replica.workers for replica in self._replicas)
+        if not await self._changed.until(lambda: self._manned, self._start_s):
+            raise ValueError(f"version {version} waits for the samplers to start, for {self._start_s:.0f} s already")
+        end = time.monotonic() + self._options.update_s + self._options.group_s
+        nobody = {"epoch": self._desk.membership.epoch, "world_size": 0, "send": False}
+        if not await self._changed.until(lambda: self._update is None and not self._arming, self._options.update_s):
+            log.warning("version %s is not sent: %s is still under way", version, self.under_way)
+            return nobody
+        self._arming = True
         try:
-            if self._connected_epoch != self._epoch:
-                await self._connect(body, world_size)
-                self._connected_epoch = self._epoch
-            receive = {"lineage": version.lineage, "step": version.step, "epoch": self._epoch, "tensors": body["tensors"]}
-            receive["bucket_bytes"] = self._options.bucket_mib * 2**20
-            await self._all("receive", [receive] * len(self._replicas), self._options.group_s)
+            while (group := self._desk.group) and time.monotonic() < end:
+                update = Update(version, self._desk.membership.epoch, group, time.monotonic())
+                if await self._arm(update, body):
+                    self._update = update
+                    self._start(self._finish(update), f"commit {version}")
+                    return {"epoch": update.epoch, "world_size": _world_size(group), "send": True}
         except UpdateError as error:
             self._on_error(error)
             raise ValueError(str(error)) from error
-        task = asyncio.create_task(self._finish(self._update), name=f"commit {version}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return {"epoch": self._epoch, "world_size": world_size, "send": True}
+        finally:
+            self._arming = False
+            self._changed.ring()
+        log.warning("version %s is not sent: there is no sampler to send it to", version)
+        return nobody
+
+    async def sending(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The trainer is sending. Answers as soon as it need not go on, with the reason."""
+        update = self._of(body)
+        if update is None:
+            return {"broken": "this update was given up"}
+        await self._changed.until(lambda: bool(update.broken()) or update.digest is not None, POLL_S)
+        return {"broken": "" if update.digest is not None else update.broken()}
 
     async def sent(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The trainer has sent everything, and this is the digest of what it sent."""
         update = self._of(body)
-        update.digest, update.send_s, update.sent_bytes = str(body["digest"]), float(body["send_s"]), int(body["bytes"])
-        update.changed.set()
+        if update is not None:  # else it was given up just before
+            update.send_s, update.sent_bytes = float(body["send_s"]), int(body["bytes"])
+            update.digest, update.sent_s = str(body["digest"]), time.monotonic()
+            self._changed.ring()
         return {}
+
+    async def unsent(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The trainer could not send everything, and has left the group. `missing`: ranks that did not come to its building."""
+        membership, epoch = self._desk.membership, int(body["epoch"])
+        update = self._of(body)
+        if update is not None:
+            update.failed = update.failed or f"the trainer could not send version {update.version}: {body['error']}"
+            for replica in _of_ranks(update.replicas, body["missing"]):
+                self._fence(replica, "late", f"{replica.name} did not come to the group of epoch {epoch}")
+            self._changed.ring()
+        elif epoch == membership.epoch:
+            membership.broke(str(body["error"]))
+        return {}
+
+    # What samplers say
 
     async def staged(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A sampler's worker has received everything, and this is the digest of what it holds."""
-        if body.get("error"):
-            self._on_error(UpdateError(f"sampler {body['replica']} did not receive the weights: {body['error']}"))
-            return {}
+        """A sampler's worker has received everything, and this is the digest of what it holds; or it has failed to."""
         update = self._of(body)
-        update.staged[int(body["replica"]), int(body["worker"])] = str(body["digest"])
-        update.receive_s = max(update.receive_s, float(body["receive_s"]))
-        update.changed.set()
+        if update is None:
+            version = Version(int(body["lineage"]), int(body["step"]))
+            raise ValueError(f"version {version} of epoch {body['epoch']} is not under way (but {self.under_way})")
+        if body.get("error"):
+            update.failed = update.failed or f"sampler {body['replica']} did not receive the weights: {body['error']}"
+        else:
+            update.staged[int(body["replica"]), int(body["worker"])] = str(body["digest"])
+            update.receive_s = max(update.receive_s, float(body["receive_s"]))
+        self._changed.ring()
         return {}
 
-    async def _wait_for(self, event: asyncio.Event, timeout_s: float, reason: str) -> None:
+    async def tell_fenced(self, replica: Replica, reason: str) -> None:
+        """Have a replica abort what it holds, if it still answers."""
         try:
-            await asyncio.wait_for(event.wait(), timeout_s)
-        except TimeoutError:
-            raise ValueError(f"{reason}, for {timeout_s:.0f} s already") from None
+            await self._post(replica, "fence", {"reason": reason}, TELL_S)
+        except (Refused, NoAnswer) as error:
+            log.warning("%s cannot be told that it is fenced: %s", replica.name, error)
 
-    def _of(self, body: Mapping[str, Any]) -> Update:
-        version = Version(int(body["lineage"]), int(body["step"]))
-        if self._update is None or self._update.version != version:
-            under_way = self._update.version if self._update else "none"
-            raise ValueError(f"version {version} is not under way (but {under_way})")
-        return self._update
+    # Within
 
-    async def _connect(self, body: Mapping[str, Any], world_size: int) -> None:
-        offset, bodies = 1, []  # rank 0 of the group is the trainer
-        for replica in self._replicas:
-            bodies.append(
-                {
-                    "master_address": body["master_address"],
-                    "master_port": body["master_port"],
-                    "rank_offset": offset,
-                    "world_size": world_size,
-                    "epoch": self._epoch,
-                    "timeout_s": self._options.group_s,
-                }
-            )
-            offset += replica.workers
-        await self._all("connect", bodies, self._options.group_s)
+    def _of(self, body: Mapping[str, Any]) -> Update | None:
+        """The update that is spoken of, if it is under way."""
+        version, update = Version(int(body["lineage"]), int(body["step"])), self._update
+        return update if update is not None and (update.version, update.epoch) == (version, int(body["epoch"])) else None
+
+    def _start(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _arm(self, update: Update, body: Mapping[str, Any]) -> bool:
+        """Whether every replica of the group is armed. Those that are not have been fenced."""
+        if self._connected_epoch != update.epoch:
+            places = _places(update, body, self._options.group_s)
+            if len(await self._all(update.replicas, "connect", places, self._options.group_s)) < len(update.replicas):
+                return False
+            self._connected_epoch = update.epoch
+        receive = {
+            "lineage": update.version.lineage,
+            "step": update.version.step,
+            "epoch": update.epoch,
+            "tensors": body["tensors"],
+            "bucket_bytes": self._options.bucket_mib * 2**20,
+        }
+        armed = await self._all(update.replicas, "receive", [receive] * len(update.replicas), self._options.group_s)
+        return len(armed) == len(update.replicas)
 
     async def _finish(self, update: Update) -> None:
         """Wait for every digest, compare, commit."""
         try:
-            digest = await self._verified(update)
-            began = time.monotonic()
-            commit = {
-                "lineage": update.version.lineage,
-                "step": update.version.step,
-                "digest": digest,
-                "clear_cache": self._options.clear_cache,
-            }
-            answers = await self._all("commit", [commit] * len(self._replicas), self._options.update_s)
-            now = time.monotonic()
-            values = {
-                "weights/pause_s": max(float(answer["pause_s"]) for answer in answers),
-                "weights/gap_s": max(float(answer.get("gap_s", answer["pause_s"])) for answer in answers),
-                "weights/receive_s": update.receive_s,
-                "weights/send_s": update.send_s,
-                "weights/commit_s": now - began,
-                "weights/update_s": now - update.armed_s,
-                "weights/bytes": float(update.sent_bytes),
-            }
-            self.current = Committed(update.version, digest, values)
-            self._update = None
-            self._free.set()
-            self._on_committed(self.current)
+            await self._wait_for_all(update)
+            holders = self._verified(update) if update.arrived() and not update.failed else []
+            if holders:
+                await self._commit(update, holders)
+            elif not update.crippled and not self._desk.membership.broke(update.failed):
+                raise UpdateError(
+                    f"version {update.version} did not reach the samplers, in one group after another: {update.failed}"
+                )
         except UpdateError as error:
             self._on_error(error)
         except Exception as error:  # nobody awaits this task: whatever it was has to reach the run
-            self._on_error(UpdateError(f"the commit of version {update.version} failed: {error!r}"))
+            log.exception("the update to version %s", update.version)
+            self._on_error(UpdateError(f"the update to version {update.version} failed: {error!r}"))
+        finally:
+            self._update = None
+            self._changed.ring()
 
-    async def _verified(self, update: Update) -> str:
-        """The digest on which the trainer and every worker of every sampler agree."""
-        expected = {(replica.replica, worker) for replica in self._replicas for worker in range(replica.workers)}
-        end = update.armed_s + self._options.update_s
-        while update.digest is None or not expected <= update.staged.keys():
-            update.changed.clear()
-            try:
-                await asyncio.wait_for(update.changed.wait(), max(end - time.monotonic(), 0.0))
-            except TimeoutError:
-                missing = [f"sampler {r} worker {w}" for r, w in sorted(expected - update.staged.keys())]
-                waited_for = ", ".join(missing) if update.digest is not None else "the trainer's digest"
-                raise UpdateError(
-                    f"version {update.version} was not staged within {self._options.update_s:.0f} s: waited for {waited_for}"
-                ) from None
-        for (replica, worker), digest in sorted(update.staged.items()):
-            if digest != update.digest:
-                raise UpdateError(
-                    f"sampler {replica} worker {worker} staged other weights than the trainer sent for version "
-                    f"{update.version}: digest {digest}, not {update.digest}; nothing was committed"
-                )
-        return update.digest
+    async def _wait_for_all(self, update: Update) -> None:
+        """Until all that are left hold the version, or the update has failed; each within its deadline."""
+        group_s, update_s = self._options.group_s, self._options.update_s
+        trainer_s = group_s + 2 * update_s  # longer than its own deadlines
+        if not await self._changed.until(lambda: update.digest is not None or bool(update.broken()), trainer_s):
+            raise UpdateError(
+                f"version {update.version} was not sent within {trainer_s:.0f} s: waited for the trainer's digest"
+            )
+        if update.digest is None:
+            update.failed = update.broken()
+            return
+        left_s = update.sent_s + update_s - time.monotonic()
+        settled = await self._changed.until(lambda: update.arrived() or bool(update.failed) or update.crippled, left_s)
+        if not settled:
+            for replica in update.alive:
+                if missing := update.missing(replica):
+                    workers = ", ".join(f"worker {worker}" for worker in missing)
+                    words = f"{replica.name} did not stage version {update.version} within {update_s:.0f} s: waited for"
+                    self._fence(replica, "late", f"{words} {workers}")
+        elif update.crippled and not update.failed:
+            # The others have what the trainer sent, or will never get it: it came to them through the one that is gone.
+            grace_s = max(SETTLE_S, time.monotonic() - update.armed_s)
+            await self._changed.until(lambda: update.arrived() or bool(update.failed), min(grace_s, max(left_s, 0.0)))
+        if not update.arrived():
+            update.failed = update.failed or update.broken()
 
-    async def _all(self, verb: str, bodies: Sequence[Mapping[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
-        """POST to every sampler at once."""
-        return await asyncio.gather(
-            *(self._post(replica, verb, body, timeout_s) for replica, body in zip(self._replicas, bodies, strict=True))
-        )
+    def _verified(self, update: Update) -> list[Replica]:
+        """The replicas that hold what the trainer sent. Raises UpdateError where none does: then the sender is wrong."""
+        wrong: dict[Replica, str] = {}
+        for replica in update.alive:
+            for worker in range(replica.workers):
+                digest = update.staged[replica.index, worker]
+                if digest != update.digest:
+                    wrong[replica] = (
+                        f"{replica.name} worker {worker} staged other weights than the trainer sent for version "
+                        f"{update.version}: digest {digest}, not {update.digest}"
+                    )
+        holders = [replica for replica in update.alive if replica not in wrong]
+        if wrong and not holders:
+            raise UpdateError(f"{next(iter(wrong.values()))}; so did all the others, and nothing was committed")
+        for replica, words in wrong.items():
+            self._desk.mismatched(replica, words)
+        return holders
+
+    async def _commit(self, update: Update, holders: Sequence[Replica]) -> None:
+        began = time.monotonic()
+        commit = {
+            "lineage": update.version.lineage,
+            "step": update.version.step,
+            "digest": update.digest,
+            "clear_cache": self._options.clear_cache,
+        }
+        answers = await self._all(holders, "commit", [commit] * len(holders), self._options.update_s)
+        if not answers or update.digest is None:
+            return  # all of them are gone
+        self._desk.admitted(list(answers))
+        now = time.monotonic()
+        values = {
+            "weights/pause_s": max(float(answer["pause_s"]) for answer in answers.values()),
+            "weights/gap_s": max(float(answer.get("gap_s", answer["pause_s"])) for answer in answers.values()),
+            "weights/receive_s": update.receive_s,
+            "weights/send_s": update.send_s,
+            "weights/commit_s": now - began,
+            "weights/update_s": now - update.armed_s,
+            "weights/bytes": float(update.sent_bytes),
+        }
+        self.current = Committed(update.version, update.digest, values)
+        self._update = None
+        self._on_committed(self.current)
+
+    async def _all(
+        self, replicas: Sequence[Replica], verb: str, bodies: Sequence[Mapping[str, Any]], timeout_s: float
+    ) -> dict[Replica, dict[str, Any]]:
+        """POST to all of these at once. The answers of those that are still there and did as they were told; the others have
+        been fenced or closed. Raises UpdateError where all of them refuse: then it is not they who are wrong."""
+        asked = [self._ask(replica, verb, body, timeout_s) for replica, body in zip(replicas, bodies, strict=True)]
+        found = dict(zip(replicas, await asyncio.gather(*asked), strict=True))
+        refusals = {replica: answer for replica, answer in found.items() if isinstance(answer, Refused)}
+        if refusals and len(refusals) == len(found):
+            raise UpdateError(str(next(iter(refusals.values()))))
+        for replica, refusal in refusals.items():
+            if verb == "commit" and not replica.gone.is_set():
+                self._desk.mismatched(replica, str(refusal))
+            else:
+                self._fence(replica, "refused", str(refusal))
+        return {replica: answer for replica, answer in found.items() if isinstance(answer, dict) and not replica.gone.is_set()}
+
+    async def _ask(
+        self, replica: Replica, verb: str, body: Mapping[str, Any], timeout_s: float
+    ) -> dict[str, Any] | Refused | None:
+        """None: the replica is gone, of this or before."""
+        post = asyncio.create_task(self._post(replica, verb, body, timeout_s))
+        gone = asyncio.create_task(replica.gone.wait())
+        try:
+            await asyncio.wait({post, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return post.result() if post.done() else None
+        except Refused as refusal:
+            return refusal
+        except Unreachable as error:
+            with contextlib.suppress(TimeoutError):  # most likely its process has ended: its node agent can say how
+                await asyncio.wait_for(replica.gone.wait(), AGENT_S)
+            self._fence(replica, "unreachable", str(error))
+            return None
+        except NoAnswer as error:
+            self._fence(replica, "late", str(error))
+            return None
+        finally:
+            post.cancel()
+            gone.cancel()
+
+    def _fence(self, replica: Replica, reason: Reason, words: str) -> None:
+        """Unless it is gone: another process of its name may be there by now."""
+        if not replica.gone.is_set():
+            self._desk.fence(replica.index, reason, words)
 
     async def _post(self, replica: Replica, verb: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         url = f"{replica.url}/prl/weights/{verb}"
         try:
             async with self._session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+                if response.status >= 500:
+                    raise NoAnswer(f"{replica.name} failed at {verb}: {response.status} {await response.text()}")
                 if response.status != 200:
-                    raise UpdateError(f"sampler {replica.replica} refused {verb}: {response.status} {await response.text()}")
+                    raise Refused(f"{replica.name} refused {verb}: {response.status} {await response.text()}")
                 answer: dict[str, Any] = await response.json()
                 return answer
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise UpdateError(
-                f"sampler {replica.replica} at {url} did not answer within {timeout_s:.0f} s: {error!r}"
-            ) from error
+        except TimeoutError as error:
+            raise NoAnswer(f"{replica.name} at {url} did not answer within {timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise Unreachable(f"{replica.name} at {url} cannot be reached: {error!r}") from error
+
+
+def _world_size(replicas: Sequence[Replica]) -> int:
+    """Ranks of the transfer group; rank 0 is the trainer."""
+    return 1 + sum(replica.workers for replica in replicas)
+
+
+def _places(update: Update, body: Mapping[str, Any], group_s: float) -> list[dict[str, Any]]:
+    """What each replica needs to join the group."""
+    places, offset = [], 1
+    for replica in update.replicas:
+        place = {"master_address": body["master_address"], "master_port": body["master_port"], "rank_offset": offset}
+        group = {"world_size": _world_size(update.replicas), "epoch": update.epoch, "timeout_s": group_s}
+        places.append(place | group)
+        offset += replica.workers
+    return places
+
+
+def _of_ranks(replicas: Sequence[Replica], ranks: Sequence[int]) -> list[Replica]:
+    """The replicas to which these ranks of the transfer group belong."""
+    owners = [replica for replica in replicas for _ in range(replica.workers)]
+    return list(dict.fromkeys(owners[rank - 1] for rank in ranks if rank > 0))

@@ -69,6 +69,16 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class SamplerChange:
+    """Something happened to a sampler, and what they are like since."""
+
+    attempt: int
+    time: float
+    words: str
+    values: Mapping[str, float]  # samplers/*
+
+
+@dataclass(frozen=True)
 class UsageSeries:
     """Cumulative processor seconds and resident memory of one process of one attempt."""
 
@@ -96,6 +106,7 @@ class RunRecord:
     weights: Table  # commits of versions
     evaluations: Mapping[str, Table]  # by domain
     phases: Sequence[Phase]
+    samplers: Sequence[SamplerChange]
     usage: Sequence[UsageSeries]
     discards: Mapping[str, int]  # rollouts by reason
     notes: Sequence[str]  # what could not be read
@@ -124,6 +135,7 @@ def read_run(path: Path | str) -> RunRecord:
         weights=table_of(event for event in events if event.kind == names.WEIGHTS),
         evaluations=_evaluations(events),
         phases=_phases(events),
+        samplers=_sampler_changes(events),
         usage=_usage(events),
         discards=discards,
         notes=[*notes, *odd, *ends, *_refused(run, attempts), *_failed_saves(events)],
@@ -239,6 +251,12 @@ def _seconds(path: Path, facts: Mapping[str, Any], key: str, notes: list[str]) -
 def _phases(events: Iterable[Event]) -> Sequence[Phase]:
     phases = [Phase(event.labels.get("name", "?"), event.attempt, event.time) for event in events if event.kind == names.PHASE]
     return tuple(sorted(phases, key=lambda phase: (phase.attempt, phase.time)))
+
+
+def _sampler_changes(events: Iterable[Event]) -> Sequence[SamplerChange]:
+    found = [event for event in events if event.kind == names.SAMPLERS]
+    changes = (SamplerChange(e.attempt, e.time, e.labels.get("event", ""), e.values) for e in found)
+    return tuple(sorted(changes, key=lambda change: (change.attempt, change.time)))
 
 
 def _usage(events: Iterable[Event]) -> Sequence[UsageSeries]:

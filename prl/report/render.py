@@ -11,6 +11,7 @@ from prl.report.summary import Spread, Summary
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_COLUMNS = 60
 _TABLE_ROWS = 12
+_CHANGES = 20  # of the samplers, that are told one by one
 _LATEST_WORDS = {
     names.LOSS: "loss",
     names.GRAD_NORM: "gradient norm",
@@ -29,6 +30,7 @@ def render(summary: Summary) -> str:
         ("data", _data(summary)),
         ("time", _time(summary)),
         ("weights", _weights(summary)),
+        ("samplers", _samplers(summary)),
         ("processes", _processes(summary)),
         ("discarded rollouts", _discards(summary)),
         ("files", _files(summary)),
@@ -123,6 +125,18 @@ def _weights(s: Summary) -> Iterator[str]:
     for words, spread in (("pause", s.pause_s), ("token gap", s.gap_s), ("receive", s.receive_s)):
         if spread:
             yield f"{words:<11} " + _spread(spread)
+
+
+def _samplers(s: Summary) -> Iterator[str]:
+    if s.samplers is None:
+        return
+    fenced = ", ".join(f"{count} {reason}" for reason, count in s.samplers.fenced.items())
+    yield f"fenced      {fenced}; {s.samplers.restarts} restarts; {s.samplers.serving} serving at the last change"
+    shown = s.samplers.changes[:_CHANGES]
+    for seconds, words in shown:
+        yield f"{seconds:>9.1f} s {words}"
+    if len(s.samplers.changes) > len(shown):
+        yield f"and {len(s.samplers.changes) - len(shown)} changes more"
 
 
 def _processes(s: Summary) -> Iterator[str]:

@@ -39,6 +39,16 @@ class RoleUsage:
 
 
 @dataclass(frozen=True)
+class Samplers:
+    """Who of the samplers failed, in all attempts."""
+
+    serving: int  # at the last change
+    restarts: int
+    fenced: Mapping[str, int]  # by reason
+    changes: Sequence[tuple[float, str]]  # seconds since the attempt's first event, what happened; from the first trouble on
+
+
+@dataclass(frozen=True)
 class Summary:
     """Everything is None, NaN or empty where the run has not said it (yet)."""
 
@@ -75,6 +85,7 @@ class Summary:
     pause_s: Spread | None
     receive_s: Spread | None
     gap_s: Spread | None
+    samplers: Samplers | None  # None: none ever failed
     usage: Sequence[RoleUsage]
     discards: Mapping[str, int]
     notes: Sequence[str]  # what could not be read
@@ -132,6 +143,7 @@ def summarize(record: RunRecord, now: float) -> Summary:
         pause_s=_spread(weights.column(names.PAUSE_S)),
         receive_s=_spread(weights.column(names.RECEIVE_S)),
         gap_s=_spread(weights.column(names.GAP_S)),
+        samplers=_samplers(record),
         usage=_usage(record.usage),
         discards=record.discards,
         notes=record.notes,
@@ -237,6 +249,28 @@ def _trainer_time(record: RunRecord) -> TrainerTime | None:
     waiting = float(np.nansum(record.steps.column(names.WAIT_S))) / total
     sending = float(np.nansum(record.steps.column(names.SEND_S))) / total
     return TrainerTime(computing=1 - waiting - sending, waiting=waiting, sending=sending)
+
+
+def _samplers(record: RunRecord) -> Samplers | None:
+    last = {change.attempt: change for change in record.samplers}  # of each attempt: its counts are so far
+    fenced: dict[str, int] = {}
+    for change in last.values():
+        for name, value in change.values.items():
+            if name.startswith(names.FENCED_PREFIX):
+                reason = name.removeprefix(names.FENCED_PREFIX)
+                fenced[reason] = fenced.get(reason, 0) + int(value)
+    if not fenced:
+        return None
+    began: dict[int, float] = {}
+    for phase in record.phases:
+        began.setdefault(phase.attempt, phase.time)
+    troubled = [change for change in record.samplers if any(n.startswith(names.FENCED_PREFIX) for n in change.values)]
+    return Samplers(
+        serving=int(record.samplers[-1].values.get(names.SERVING, 0)),
+        restarts=sum(int(change.values.get(names.RESTARTS, 0)) for change in last.values()),
+        fenced=fenced,
+        changes=[(change.time - began.get(change.attempt, change.time), change.words) for change in troubled],
+    )
 
 
 def _usage(series: Sequence[UsageSeries]) -> Sequence[RoleUsage]:

@@ -6,11 +6,9 @@ version counts. Parameters keep their storage, so nothing has to be rebuilt.
 """
 
 import asyncio
-import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +18,13 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from prl.control.child import Child, child_from_environment
 from prl.control.client import ControlClient
 from prl.flow.versions import Version
+from prl.sampler.link import Link
 from prl.sampler.placement import Placement, place
 from prl.weights import digest
 from prl.weights.plan import TensorSpec, from_json
 from prl.weights.transport import SamplerEnd, TransportError
+
+SHUTDOWN_S = 2.0  # that the transfer group has to end before the process does
 
 
 @dataclass(kw_only=True)
@@ -59,7 +60,8 @@ class Staged:
 
 
 class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ignore[misc]
-    """One thread owns everything that waits for the trainer; vLLM's own thread only arms it and copies."""
+    """The link's thread owns everything that waits for the trainer; vLLM's own thread only arms it and copies. A new epoch has
+    a new link: whatever the one before it still waits for is left behind with it."""
 
     init_info_cls = ConnectInfo
     update_info_cls = ReceiveInfo
@@ -69,20 +71,26 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         if self.parallel_config.pipeline_parallel_size > 1:
             raise ValueError("in-flight weight updates with pipeline parallelism give wrong log-probs: set it to 1")
         self._child: Child = child_from_environment()
-        self._end: SamplerEnd | None = None
-        self._no_group = "this sampler was never connected"  # why there is none, for the next report
-        self._epoch = -1
+        self._link: Link | None = None
         self._staged: Staged | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="weights", daemon=True).start()
 
     # What vLLM's worker calls.
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         if init_info.tensors is not None:
             self._place(from_json(init_info.tensors))
-        self._epoch = init_info.epoch
-        self._jobs.put(lambda: self._connect(init_info))
+        if self._link is not None:
+            self._link.leave()
+        self._staged = None
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+        def connect(left: threading.Event) -> SamplerEnd:
+            info = init_info
+            place = info.master_address, info.master_port, rank, info.world_size, info.epoch, info.timeout_s
+            return SamplerEnd(*place, self.device, left)
+
+        self._link = Link(init_info.epoch, connect)
 
     def start_weight_update(self) -> None:
         """Nothing: the parameters stay as they are until the commit."""
@@ -92,12 +100,14 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ReceiveInfo) -> None:
-        if update_info.epoch != self._epoch:
-            raise ValueError(f"receive in epoch {update_info.epoch}, but this sampler was connected in epoch {self._epoch}")
+        link = self._link
+        if link is None or update_info.epoch != link.epoch:
+            connected = "was never connected" if link is None else f"was connected in epoch {link.epoch}"
+            raise ValueError(f"receive in epoch {update_info.epoch}, but this sampler {connected}")
         specs = from_json(update_info.tensors)
         placements = self._place(specs)
         self._staged = None
-        self._jobs.put(lambda: self._receive(update_info, specs, placements))
+        link.do(lambda: self._receive(link, update_info, specs, placements))
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
@@ -107,7 +117,8 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             placement.live.copy_(placement.shard(self._staged.tensors[placement.spec.name]), non_blocking=True)
 
     def shutdown(self) -> None:
-        self._jobs.put(self._disconnect)
+        if self._link is not None:
+            self._link.leave(SHUTDOWN_S)
 
     # What our worker extension calls.
 
@@ -125,55 +136,34 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
                 raise ValueError(f"{placement.spec.name}: the live copy differs from what was received")
         return digest.total(placement.digest() for placement in staged.placements if placement.counted)
 
-    # What the thread does.
+    # What the link's thread does.
 
-    def _work(self) -> None:
-        """What a job failed at shows with the next receive, whose report the orchestrator waits for."""
-        while True:
-            job = self._jobs.get()
-            try:
-                job()
-            except Exception as error:  # whatever it was, this thread must live on to tell of it
-                traceback.print_exc()
-                self._no_group = str(error) if isinstance(error, TransportError) else f"{type(error).__name__}: {error}"
-
-    def _connect(self, info: ConnectInfo) -> None:
-        self._no_group = f"the group of epoch {info.epoch} was not built"
-        self._disconnect()
-        parallel = self.parallel_config
-        rank = info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._end = SamplerEnd(
-            info.master_address, info.master_port, rank, info.world_size, info.epoch, info.timeout_s, self.device
-        )
-
-    def _disconnect(self) -> None:
-        end, self._end = self._end, None
-        if end is not None:
-            end.close()
-
-    def _receive(self, info: ReceiveInfo, specs: list[TensorSpec], placements: list[Placement]) -> None:
+    def _receive(self, link: Link, info: ReceiveInfo, specs: list[TensorSpec], placements: list[Placement]) -> None:
         version = Version(info.lineage, info.step)
         began = time.monotonic()
-        failed = False
+        report: dict[str, Any] = {"lineage": info.lineage, "step": info.step, "epoch": info.epoch}
+        failed = ""
         try:
-            if self._end is None:
-                raise TransportError(f"no group for version {version}: {self._no_group}")
-            tensors = self._end.receive(specs, info.bucket_bytes, self._child.config.weights.update_s)
+            if link.end is None:
+                raise TransportError(f"no group for version {version}: {link.no_group}")
+            tensors = link.end.receive(specs, info.bucket_bytes, self._child.config.weights.update_s)
             receive_s = time.monotonic() - began
             staged = Staged(version, tensors, placements, digest.digest(tensors))
-            self._staged = staged
-            report: dict[str, Any] = {"digest": str(staged.digest), "receive_s": receive_s}
+            report |= {"digest": str(staged.digest), "receive_s": receive_s}
         except Exception as error:  # whatever it was, the orchestrator must hear of it: it waits for this report
-            traceback.print_exc()
-            failed = True
-            report = {"error": f"{type(error).__name__}: {error}"}
+            failed = report["error"] = f"{type(error).__name__}: {error}"
+            if not link.left:
+                traceback.print_exc()
+        if link.left:
+            return  # for another group, in which this version comes again
+        if not failed:
+            self._staged = staged
         try:
-            asyncio.run(self._report({"lineage": info.lineage, "step": info.step, **report}))
+            asyncio.run(self._report(report))
         except Exception:  # the orchestrator's deadline for `staged` tells of the loss
             traceback.print_exc()
-        if failed and self._end is not None:
-            self._no_group = f"the last transfer failed: {report['error']}"
-            self._disconnect()
+        if failed and link.end is not None:
+            link.close(f"the last transfer failed: {failed}")
 
     async def _report(self, body: dict[str, Any]) -> None:
         child = self._child

@@ -21,6 +21,10 @@ class SampleOptions:
         "record which experts each token goes to, so that it goes to the same in the trainer (models with experts, GPU only)",
     ] = False
     threads: Annotated[int, "CPU threads of a sampler without a GPU", AtLeast(1)] = 1
+    restarts: Annotated[int, "how often a sampler that died or was given up is started again in one attempt", AtLeast(0)] = 3
+    restart_pause_s: Annotated[
+        float, "seconds before a sampler's first restart; doubled with each further one, up to 64-fold", Above(0)
+    ] = 1.0
     engine_args: Annotated[
         Mapping[str, str | int | float | bool], "further arguments of vLLM's server by their long names, e.g. {block-size: 32}"
     ] = field(default_factory=dict)

@@ -62,6 +62,11 @@ class Replica:
             gap_s = await self._traffic.gap_s()
         return Commit(version, digest, pause_s, pause_s if gap_s is None else gap_s)
 
+    async def fence(self, reason: str) -> None:
+        """Serve nothing until the next commit."""
+        async with self._lock, asyncio.timeout(self._update_s):
+            await self._shut(reason)
+
     async def _check_staged(self, version: Version, digest: int) -> None:
         for worker, staged in enumerate(await self._engine.collective_rpc("prl_staged")):
             if staged.get("version") != str(version):
@@ -90,7 +95,10 @@ class Replica:
         return pause_s
 
     async def _close(self, reason: str) -> None:
+        await self._shut(reason)
+        raise CommitRefused(reason)
+
+    async def _shut(self, reason: str) -> None:
         """Refuse generation from now on and abort what is in flight: no further token may come from these weights."""
         self.closed = reason
         await self._engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
-        raise CommitRefused(reason)

@@ -13,6 +13,7 @@ from prl.sampler.replica import CommitRefused, Replica
 
 _CONNECT = {"master_address": str, "master_port": int, "rank_offset": int, "world_size": int, "epoch": int, "timeout_s": float}
 _RECEIVE = {"lineage": int, "step": int, "epoch": int, "tensors": list, "bucket_bytes": int}
+_FENCE: dict[str, type] = {"reason": str}
 _COMMIT = {"lineage": int, "step": int, "digest": str, "clear_cache": bool}
 
 
@@ -43,6 +44,11 @@ def add_routes(app: Starlette, replica: Replica, direct: Iterable[str]) -> None:
             return JSONResponse({"error": str(error)}, status_code=409)
         return JSONResponse({"pause_s": done.pause_s, "gap_s": done.gap_s, "digest": str(done.digest)})
 
+    async def fence(request: Request) -> Response:
+        """{reason}: serve nothing until the next commit; what is in flight is aborted and answered as far as it has come."""
+        await replica.fence(_checked(await _body(request, _FENCE), _FENCE)["reason"])
+        return JSONResponse({})
+
     async def state(request: Request) -> Response:
         """{version: "lineage:step" or null, closed: the reason or null}."""
         version = None if replica.version is None else str(replica.version)
@@ -54,7 +60,7 @@ def add_routes(app: Starlette, replica: Replica, direct: Iterable[str]) -> None:
         listed += [[path, ["POST"]] for path in direct]
         return JSONResponse({"routes": listed})
 
-    for path, handler in (("connect", connect), ("receive", receive), ("commit", commit)):
+    for path, handler in (("connect", connect), ("receive", receive), ("commit", commit), ("fence", fence)):
         app.add_route(f"/prl/weights/{path}", _words(handler), methods=["POST"])
     app.add_route("/prl/state", state, methods=["GET"])
     app.add_route("/prl/routes", routes, methods=["GET"])

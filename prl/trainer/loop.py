@@ -33,8 +33,8 @@ from prl.trainer.weights_out import WeightsOut
 def run(child: Child, client: ThreadedClient) -> None:
     """The whole life of one rank. Raises what ended it, if anything did."""
     config = child.config
-    # The longest wait of a rank for another: rank 0 waiting for samplers to take a version.
-    timeout_s = config.control.start_s + config.control.wait_s + config.weights.group_s + config.weights.update_s
+    # The longest wait of a rank for another: rank 0 offering a version and sending it, and once more where that failed.
+    timeout_s = config.control.start_s + config.control.wait_s + 4 * config.weights.group_s + 6 * config.weights.update_s
     start_groups(config.train, timeout_s=timeout_s)
     channel = Channel(timeout_s)
     leader = dist.get_rank() == 0
@@ -95,7 +95,7 @@ def _train(
     ended = time.monotonic()
     skipped = 0  # steps in a row
     while True:
-        file = _next_file(child, client, channel, saver, step + 1)
+        file = _next_file(child, client, channel, weights, saver, step + 1)
         if file is None:
             break
         told = time.monotonic()
@@ -139,10 +139,12 @@ def _train(
     return step
 
 
-def _next_file(child: Child, client: ThreadedClient, channel: Channel, saver: Saver, step: int) -> dict[str, Any] | None:
+def _next_file(
+    child: Child, client: ThreadedClient, channel: Channel, weights: WeightsOut, saver: Saver, step: int
+) -> dict[str, Any] | None:
     """The step file's name, size and checksum, or None where the run ends instead. Every answer of the orchestrator goes to
     all ranks, so that none waits longer than one poll without a word; a checkpoint that has been written counts after the
-    next one at the latest."""
+    next one at the latest. Samplers that came meanwhile get the present version."""
     control = child.config.control
     end = time.monotonic() + control.wait_s
     client.progress(f"waiting for step file {step}")
@@ -157,6 +159,9 @@ def _next_file(child: Child, client: ThreadedClient, channel: Channel, saver: Sa
         file: dict[str, Any] | None = told["file"]
         if file is not None:
             return file
+        if told.get("send"):
+            weights.publish(step - 1)
+            client.progress(f"waiting for step file {step}")
         if time.monotonic() > end:
             raise TimeoutError(f"no step file {step} within {control.wait_s:.0f} s: look at the preprocessor and the actors")
 

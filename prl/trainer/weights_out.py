@@ -1,7 +1,14 @@
 """New versions on their way out: offered to the orchestrator, sent to the samplers, reported."""
 
+import threading
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
+import torch
+
+from prl.control.client import ControlError
 from prl.control.threaded import ThreadedClient
 from prl.metrics import names
 from prl.trainer import device
@@ -12,7 +19,10 @@ from prl.trainer.parallel import Channel, shares_weights
 from prl.trainer.table import tensor_shapes
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, to_json
-from prl.weights.transport import TrainerEnd
+from prl.weights.transport import SendReport, TrainerEnd, TransportError
+
+WATCH_AFTER_S = 0.5  # a transfer that lasts so long is asked about: somebody may be gone in it
+POLL_S = 10.0  # deadline of that question; the orchestrator answers sooner
 
 
 class WeightsOut:
@@ -47,15 +57,27 @@ class WeightsOut:
 
     def publish(self, step: int) -> dict[str, float]:
         """Bring version `step` to the samplers, unless the orchestrator wants none now. A collective of all ranks. Returns
-        what it took as metrics."""
+        what it took as metrics. Where the transfer fails, a group that the orchestrator has built anew gets the version again,
+        as long as the deadlines of one transfer have not passed; then training goes on without."""
         started = time.monotonic()
-        client, end = self._client, self._end
-        if client is None or end is None:
+        client = self._client
+        if client is None:
             if self._channel.broadcast(None)["send"] and self._shares_weights:
                 for _ in export_weights(self._engine.chunks, self._engine.config, self._dtype):
                     pass  # the gathering is the point
             return {names.SEND_S: time.monotonic() - started}
 
+        answer = self._offer(client, step)
+        self._channel.broadcast({"send": bool(answer["send"])})
+        if answer["send"]:
+            tensors = dict(export_weights(self._engine.chunks, self._engine.config, self._dtype))
+            end = time.monotonic() + self._options.group_s + self._options.update_s
+            while answer["send"] and not self._send(client, step, answer, tensors) and time.monotonic() < end:
+                answer = self._offer(client, step)
+        return {names.SEND_S: time.monotonic() - started}
+
+    def _offer(self, client: ThreadedClient, step: int) -> dict[str, Any]:
+        assert self._end is not None
         client.progress(f"offering version {step}")
         answer = client.call(
             "offer_version",
@@ -64,32 +86,62 @@ class WeightsOut:
                 "step": step,
                 "tensors": to_json(self._specs),
                 "bytes": sum(spec.bytes for spec in self._specs),
-                "master_address": end.master_address,
-                "master_port": end.master_port,
+                "master_address": self._end.master_address,
+                "master_port": self._end.master_port,
                 "epoch": self._epoch,
             },
-            deadline_s=self._options.group_s + self._options.update_s + self._extra_s,
+            deadline_s=self._options.group_s + 2 * self._options.update_s + self._extra_s,
             reason=f"samplers getting ready for version {step}",
         )
         self._extra_s = 0.0
-        self._channel.broadcast({"send": bool(answer["send"])})
-        if not answer["send"]:
-            return {names.SEND_S: time.monotonic() - started}
+        return answer
+
+    def _send(self, client: ThreadedClient, step: int, answer: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
+        """To the group of the answer. False: that failed, and the group is left."""
+        epoch = int(answer["epoch"])
+        which = {"lineage": self._lineage, "step": step, "epoch": epoch}
         client.progress(f"sending version {step}")
-        if answer["epoch"] != self._epoch:
-            end.join(answer["epoch"], answer["world_size"])
-            self._epoch = answer["epoch"]
-        report = end.send(dict(export_weights(self._engine.chunks, self._engine.config, self._dtype)))
-        client.call(
-            "version_sent",
-            {
-                "lineage": self._lineage,
-                "step": step,
-                "digest": str(report.digest),
-                "send_s": report.send_s,
-                "bytes": report.bytes,
-            },
-            deadline_s=self._options.update_s,
-            reason=f"reporting version {step} as sent",
-        )
-        return {names.SEND_S: time.monotonic() - started}
+        try:
+            report = self._transfer(client, which, int(answer["world_size"]), tensors)
+        except TransportError as error:
+            self._epoch = -1
+            failure = {**which, "error": str(error), "missing": error.missing}
+            words = f"reporting that version {step} was not sent"
+            client.call("version_unsent", failure, deadline_s=self._options.update_s, reason=words)
+            return False
+        sent = {**which, "digest": str(report.digest), "send_s": report.send_s, "bytes": report.bytes}
+        client.call("version_sent", sent, deadline_s=self._options.update_s, reason=f"reporting version {step} as sent")
+        return True
+
+    def _transfer(
+        self, client: ThreadedClient, which: Mapping[str, Any], world_size: int, tensors: Mapping[str, torch.Tensor]
+    ) -> SendReport:
+        assert self._end is not None
+        with _watched(client, which, self._end):
+            if which["epoch"] != self._epoch:
+                self._end.join(which["epoch"], world_size)
+                self._epoch = which["epoch"]
+            return self._end.send(tensors)
+
+
+@contextmanager
+def _watched(client: ThreadedClient, which: Mapping[str, Any], end: TrainerEnd) -> Iterator[None]:
+    """While this context waits for samplers, leave the group as soon as the orchestrator says that it is broken."""
+    over = threading.Event()
+
+    def watch() -> None:
+        over.wait(WATCH_AFTER_S)
+        while not over.is_set():
+            try:
+                answer = client.call("sending", which, deadline_s=POLL_S, reason="whether all samplers are there")
+            except ControlError:
+                return  # the orchestrator is lost: who waits has a deadline, and learns of it by other calls
+            if answer["broken"] and not over.is_set():
+                end.leave(which["epoch"])
+                return
+
+    threading.Thread(target=watch, name="watch the transfer", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()

@@ -66,7 +66,6 @@ async def serve(pipe) -> None:
                 await finished.wait()
             return {
                 "leases": leases,
-                "samplers": [{"replica": 0, "url": sampler.url}],
                 "verifier": None,
                 "stop": not leases,
             }
@@ -82,7 +81,12 @@ async def serve(pipe) -> None:
             await finished.wait()
             return {"groups": None}
 
-        handlers = {"lease": lease, "rollouts": rollouts, "wanted": wanted}
+        async def samplers(member, body):
+            if body["known"]:
+                await finished.wait()
+            return {"samplers": [[0, sampler.url]]}
+
+        handlers = {"lease": lease, "rollouts": rollouts, "wanted": wanted, "samplers": samplers}
         server = ControlServer(TOKEN, handlers, on_join=print, on_fail=print)
         pipe.send(await server.start("127.0.0.1"))
         await asyncio.to_thread(pipe.recv)

@@ -54,9 +54,15 @@ class Orchestrator:
         self.asked.append(body["groups"])
         await self.bell.until(lambda: self.leases or self.stop, 5.0)
         taken, self.leases = self.leases[: body["groups"]], self.leases[body["groups"] :]
-        samplers = [{"replica": k, "url": s.url} for k, s in enumerate(self.samplers)]
         leases = [asdict(lease) for lease in taken]
-        return {"leases": leases, "samplers": samplers, "verifier": None, "stop": self.stop}
+        return {"leases": leases, "verifier": None, "stop": self.stop}
+
+    async def samplers_that_serve(self, member, body):
+        def serving():
+            return [[k, s.url] for k, s in enumerate(self.samplers) if s is not None]
+
+        await self.bell.until(lambda: serving() != body["known"] or self.stop, 5.0)
+        return {"samplers": serving()}
 
     async def wanted(self, member, body):
         await self.bell.until(lambda: self.wanted_groups != body["known"] or self.stop, 5.0)
@@ -110,7 +116,7 @@ async def actor_at_work(run, *samplers, tasks=None, enough=None, streams=None, w
     orchestrator = Orchestrator(wanted)
     orchestrator.samplers = list(samplers)
     calls = ("lease", "wanted", "rollouts", "group_failed", "evaluation", "discard")
-    handlers = {name: getattr(orchestrator, name) for name in calls}
+    handlers = {name: getattr(orchestrator, name) for name in calls} | {"samplers": orchestrator.samplers_that_serve}
     server = ControlServer(TOKEN, handlers, on_join=lambda member: None, on_fail=lambda *_: None)
     url = await server.start("127.0.0.1")
     tasks = tasks or load_tasks([DomainOptions(name="digits")], 1, ModelTokenizer(run.model), None)
@@ -192,6 +198,39 @@ def test_no_group_waits_for_another(run):
             assert max(orchestrator.asked) == 2
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["stands still", "dies"])
+def test_what_waits_at_a_sampler_that_is_gone_is_asked_elsewhere_within_its_lease(run, monkeypatch, how):
+    """Though the actor has no room left, and so leases nothing by which it would hear of it."""
+    monkeypatch.setattr("prl.actor.sampler_client._LEAVING_S", 0.2)
+
+    async def scenario():
+        async with (
+            SamplerStandIn(solve) as gone,
+            SamplerStandIn(solve) as other,
+            actor_at_work(run, gone, other, max_groups=2) as orchestrator,
+        ):
+            gone.hold = asyncio.Event()
+            orchestrator.offer(train(1), train(2))
+            await until(lambda: gone.bodies and other.bodies)
+            if how == "dies":
+                await gone.__aexit__()
+            orchestrator.samplers[0] = None
+            orchestrator.bell.ring()
+            await until(lambda: len(orchestrator.groups) == 2)
+            assert len(orchestrator.asked) <= 2
+            await asyncio.sleep(1.2)  # for a line of metrics
+        return orchestrator
+
+    orchestrator = asyncio.run(scenario())
+    groups = read_groups(run, orchestrator)
+    assert sorted(orchestrator.groups) == sorted(groups) == [1, 2]  # each once,
+    assert all(group.issue == 0 and len(group.rollouts) == 4 for group in groups.values())
+    assert {turn.replica for group in groups.values() for rollout in group.rollouts for turn in rollout.turns} == {1}
+    events = read_events(run.metrics / "actor-0.jsonl")[0]
+    assert max(event.values.get("actor/errors/retried", 0) for event in events) >= 1
+    assert orchestrator.failed == orchestrator.discarded == []
 
 
 def test_the_end_of_the_run_keeps_what_is_done_and_drops_the_rest(run):
@@ -366,7 +405,7 @@ def test_an_actor_that_has_no_room_hears_at_once_that_a_step_waits(run):
 
 
 def domain_of(generate_rollout, score_group=None):
-    domain = Domain("digits", lambda *_: [], generate_rollout, score_group, None, None, needs_verifier=False)
+    domain = Domain("digits", __name__, lambda *_: [], generate_rollout, score_group, None, None, needs_verifier=False)
     return {"digits": Task(domain, Context(None, None), [Problem({})] * 100, [])}
 
 

@@ -56,14 +56,19 @@ class World:
             self.dispatcher, self.rollouts, self._record, self.bell, trained=0, forks={}, lineage=0, waiting=(),
             on_trained=lambda step, train, data: False, save_now=lambda step: False,
         )  # fmt: skip
-        self.handlers = {**self.rollouts.handlers(), **self.steps.handlers()}
+        self.handlers = {**self.rollouts.handlers(), **self.steps.handlers(), "samplers": self._samplers}
         self.files = 0
 
     async def _record(self, events) -> None:
         pass
 
     def _facts(self):
-        return {"samplers": [{"replica": 0, "url": self.sampler_url}], "verifier": None}
+        return {"verifier": None}
+
+    async def _samplers(self, member, body):
+        if body["known"]:
+            await asyncio.Event().wait()
+        return {"samplers": [[0, self.sampler_url]]}
 
     async def train(self, client: ControlClient) -> None:
         """All steps, or all that the problems are enough for."""
@@ -87,7 +92,7 @@ class World:
                 await call("step_file", step=step, path="", bytes=1, checksum="", trained=taken, discarded=[], metrics={})
                 while (await call("next_step", step=step))["file"] is None:
                     pass
-                await call("trained", step=step, metrics={})
+                await call("trained", step=step, metrics={}, data={})
                 conventional = self.settings.mode == "conventional"
                 if not conventional or step % self.settings.steps_per_generation == 0:
                     self.dispatcher.committed(Version(0, step))

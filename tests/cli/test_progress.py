@@ -95,6 +95,21 @@ def test_a_failed_save_is_told_at_once(run):
     assert "\x1b" not in out.getvalue()
 
 
+def test_samplers_that_fail_are_told_at_once(run):
+    (run.attempt(1) / "exit.json").write_text(json.dumps({"outcome": "done", "cause": "", "code": 0}))
+    out = io.StringIO()
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+
+        def fail():
+            writer.write({"samplers/serving": 2.0}, kind=names.SAMPLERS, labels={"event": "sampler 0, sampler 1 serves"})
+            values = {"samplers/serving": 1.0, "samplers/fenced_died": 1.0}
+            writer.write(values, kind=names.SAMPLERS, labels={"event": "sampler 1 was ended by SIGKILL"})
+            writer.flush()
+
+        played(run, out, fail, lambda: None)
+    assert out.getvalue() == "samplers: sampler 1 was ended by SIGKILL\nstep 0/100  starting\n"
+
+
 def test_checkpoints_that_were_passed_over_are_told_and_the_first_request_is_no_phase(run):
     (run.attempt(1) / "exit.json").write_text(json.dumps({"outcome": "done", "cause": "", "code": 0}))
     out = io.StringIO()

@@ -1,200 +1,459 @@
-"""The weight updater against HTTP servers that stand for samplers, to have the faults that real ones do not show on demand."""
+"""The weight updater and the samplers' membership against HTTP servers that stand for samplers, to have the faults that real
+ones do not show on demand."""
 
 import asyncio
+import time
 
 import pytest
 from aiohttp import web
 
+from prl.control.server import Member
 from prl.control.token import is_authorized
+from prl.flow.membership import Membership, MembershipSettings
 from prl.flow.versions import Version
-from prl.orchestrator.updates import Replica, WeightUpdater
+from prl.orchestrator.replicas import ReplicaDesk
+from prl.orchestrator.updates import WeightUpdater
 from prl.weights.options import WeightsOptions
 
 TOKEN = "t"
 OPTIONS = WeightsOptions(group_s=2, update_s=0.5, bucket_mib=1)
 OFFER = {"lineage": 0, "step": 4, "tensors": [["a", "float32", [2]]], "master_address": "127.0.0.1", "master_port": 1}
+WORKERS = [1, 2, 1]
+REFUSES, STANDS_STILL, FAILS, DIES = "refuses", "stands still", "fails", "dies"
 
 
 class Sampler:
-    """Notes what it is asked, and refuses what it is told to refuse."""
+    """Notes what it is asked, and does with a verb what it is told to do."""
 
-    def __init__(self, refuse=None):
-        self.calls, self.refuse = [], refuse
+    def __init__(self):
+        self.calls, self.does, self.changed = [], {}, asyncio.Event()
 
     async def answer(self, request):
         verb = request.match_info["verb"]
         assert is_authorized(request.headers["Authorization"], TOKEN)
         self.calls.append((verb, await request.json()))
-        if verb == self.refuse:
-            return web.Response(status=409, text="live weights have another digest")
+        self.changed.set()
+        match self.does.get(verb):
+            case "refuses":
+                return web.Response(status=409, text="live weights have another digest")
+            case "fails":
+                return web.Response(status=504, text="vLLM's engine did not answer in time")
+            case "stands still":
+                await asyncio.Event().wait()
+            case "dies":
+                request.transport.abort()
         return web.json_response({"pause_s": 0.01 * len(self.calls)})
 
     async def start(self):
         app = web.Application()
         app.router.add_post("/prl/weights/{verb}", self.answer)
-        self.runner = web.AppRunner(app)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
         return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 
     def verbs(self):
-        return [verb for verb, _ in self.calls]
+        return [verb for verb, _ in self.calls if verb != "fence"]
+
+    async def asked(self, verb):
+        """Its body, once it has been asked."""
+        async with asyncio.timeout(5):
+            while verb not in [name for name, _ in self.calls]:
+                self.changed.clear()
+                await self.changed.wait()
+        return next(body for name, body in reversed(self.calls) if name == verb)
 
 
 class Rig:
+    """Three samplers of one, two and one workers that have joined; the test is the trainer and what is in the samplers."""
+
+    def __init__(self, restarts=1):
+        self.settings = MembershipSettings(replicas=3, restarts=restarts, pause_s=1.0, start_s=60.0)
+
     async def __aenter__(self):
-        self.committed, self.errors, self.changed = [], [], asyncio.Event()
-        self.updater = WeightUpdater(
-            TOKEN, OPTIONS, start_s=5, on_committed=self.note(self.committed), on_error=self.note(self.errors)
+        self.committed, self.errors, self.words = [], [], []
+        self.membership = Membership(self.settings)
+        self.desk = ReplicaDesk(
+            self.membership,
+            {0: 0, 1: 0, 2: 1},
+            tell=lambda replica, reason: self.updater.tell_fenced(replica, reason),
+            on_change=self.words.append,
         )
-        self.samplers = [Sampler(), Sampler()]
-        urls = [await sampler.start() for sampler in self.samplers]
-        self.updater.set_replicas([Replica(0, urls[0], 1), Replica(1, urls[1], 2)])
+        self.updater = WeightUpdater(
+            TOKEN, OPTIONS, self.desk, start_s=5, on_committed=self.committed.append, on_error=self.errors.append
+        )
+        self.samplers = [Sampler() for _ in WORKERS]
+        self.urls = [await sampler.start() for sampler in self.samplers]
+        for index in range(3):
+            self.join(index)
+        self.updater.begin()
         return self
 
-    def note(self, where):
-        def keep(value):
-            where.append(value)
-            self.changed.set()
-
-        return keep
-
     async def __aexit__(self, *_):
+        await self.desk.close()
         await self.updater.close()
         for sampler in self.samplers:
             await sampler.runner.cleanup()
 
-    async def stage(self, digests, step=4):
-        for (replica, worker), digest in digests.items():
-            await self.updater.staged(
-                {
-                    "lineage": 0,
-                    "step": step,
-                    "replica": replica,
-                    "worker": worker,
-                    "digest": digest,
-                    "receive_s": 0.1 * (worker + 1),
-                }
-            )
+    def join(self, index):
+        self.desk.joined(Member("sampler", index, facts={"url": self.urls[index], "workers": WORKERS[index]}))
+
+    async def offer(self, step=4):
+        answer = await self.updater.offer({**OFFER, "step": step})
+        self.epoch = answer["epoch"]
+        return answer
+
+    def which(self, step):
+        return {"lineage": 0, "step": step, "epoch": self.epoch}
+
+    async def stage(self, *replicas, digest="7", step=4, workers=None):
+        for replica in replicas:
+            for worker in workers or range(WORKERS[replica]):
+                where = {"replica": replica, "worker": worker}
+                await self.updater.staged({**self.which(step), **where, "digest": digest, "receive_s": 0.1 * (worker + 1)})
 
     async def sent(self, digest="7", step=4):
-        await self.updater.sent({"lineage": 0, "step": step, "digest": digest, "send_s": 0.3, "bytes": 8})
+        await self.updater.sent({**self.which(step), "digest": digest, "send_s": 0.3, "bytes": 8})
 
     async def settled(self):
-        await asyncio.wait_for(self.changed.wait(), 5)
-        self.changed.clear()
+        """The update has ended."""
+        async with asyncio.timeout(5):
+            await self.desk.changed.until(lambda: self.updater.under_way is None, 5)
+
+    async def update(self, *replicas, step):
+        """A whole update that all of these take part in, and nobody else."""
+        answer = await self.offer(step)
+        assert answer["send"]
+        assert answer["world_size"] == 1 + sum(WORKERS[replica] for replica in replicas)
+        await self.stage(*replicas, step=step)
+        await self.sent(step=step)
+        await self.settled()
+        assert self.errors == []
+        assert self.committed[-1].version == Version(0, step)
+        assert self.membership.serving == replicas
 
 
-ALL = {(0, 0): "7", (1, 0): "7", (1, 1): "7"}
-
-
-def run(scenario):
+def run(scenario, **options):
     async def main():
-        async with Rig() as rig:
+        async with Rig(**options) as rig:
             await scenario(rig)
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_a_version_is_armed_verified_and_committed_on_all_samplers():
     async def scenario(rig):
-        answer = await rig.updater.offer(OFFER)
-        assert answer == {"epoch": 1, "world_size": 4, "send": True}
+        answer = await rig.offer()
+        assert answer == {"epoch": 3, "world_size": 5, "send": True}  # three have come, one after another
         offsets = [sampler.calls[0][1]["rank_offset"] for sampler in rig.samplers]
-        assert offsets == [1, 2]  # rank 0 is the trainer, the first sampler has one worker
+        assert offsets == [1, 2, 4]  # rank 0 is the trainer, the second sampler has two workers
         assert all(sampler.verbs() == ["connect", "receive"] for sampler in rig.samplers)
-        await rig.stage(ALL)
+        await rig.stage(0, 1, 2)
         assert not rig.committed  # not before the trainer has said what it sent
+        assert rig.membership.serving == ()
         await rig.sent()
         await rig.settled()
         assert rig.committed[0].version == Version(0, 4)
         assert rig.committed[0].values["weights/receive_s"] == pytest.approx(0.2)
         assert rig.samplers[0].calls[-1] == ("commit", {"lineage": 0, "step": 4, "digest": "7", "clear_cache": False})
-        await rig.updater.offer({**OFFER, "step": 5})
-        assert rig.samplers[0].verbs() == ["connect", "receive", "commit", "receive"]  # one group for all versions
+        assert rig.membership.serving == (0, 1, 2)
+        await rig.update(0, 1, 2, step=5)
+        assert rig.samplers[0].verbs() == ["connect", "receive", "commit", "receive", "commit"]  # one group for all versions
 
     run(scenario)
 
 
-def test_another_digest_on_one_worker_commits_nothing():
+@pytest.mark.parametrize("does", [REFUSES, STANDS_STILL, FAILS, DIES])
+@pytest.mark.parametrize("verb", ["connect", "receive"])
+def test_a_sampler_that_is_not_armed_is_left_out_before_the_trainer_hears_of_it(verb, does):
     async def scenario(rig):
-        await rig.updater.offer(OFFER)
-        await rig.stage({**ALL, (1, 1): "8"})
+        rig.samplers[1].does = {verb: does}
+        began = time.monotonic()
+        answer = await rig.offer()
+        assert time.monotonic() - began < OPTIONS.group_s + 1
+        assert (answer["send"], answer["world_size"], answer["epoch"]) == (True, 3, 4)
+        places = [body for name, body in rig.samplers[2].calls if name == "connect"]
+        assert [(place["epoch"], place["rank_offset"], place["world_size"]) for place in places] == [(3, 4, 5), (4, 2, 3)]
+        await rig.stage(0, 2)
         await rig.sent()
         await rig.settled()
-        assert "sampler 1 worker 1 staged other weights" in str(rig.errors[0])
+        assert rig.membership.serving == (0, 2)
+        assert rig.membership.reasons == {{REFUSES: "refused", DIES: "unreachable"}.get(does, "late"): 1}
+        assert "sampler 1" in rig.words[3]
+        assert await rig.samplers[1].asked("fence")  # as far as it still answers
+        assert rig.errors == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("verb", ["connect", "receive"])
+def test_what_all_samplers_refuse_is_the_senders_fault(verb):
+    async def scenario(rig):
+        for sampler in rig.samplers:
+            sampler.does = {verb: REFUSES}
+        with pytest.raises(ValueError, match=f"refused {verb}: 409"):
+            await rig.offer()
+        assert f"sampler 0 refused {verb}: 409 live weights have another digest" in str(rig.errors[0])
+
+    run(scenario)
+
+
+def test_a_sampler_that_breaks_off_because_it_died_is_told_as_its_agent_tells_it():
+    async def scenario(rig):
+        rig.samplers[1].does = {"receive": DIES}
+        offer = asyncio.create_task(rig.offer())
+        await rig.samplers[1].asked("receive")
+        await asyncio.sleep(0.1)
+        rig.desk.died(1, "sampler 1 was ended by SIGKILL")
+        rig.samplers[1].does = {}
+        rig.join(1)  # and is there again before anything else
+        assert (await offer)["world_size"] == 5
+        assert rig.membership.reasons == {"died": 1}
+
+    run(scenario)
+
+
+def test_a_sampler_that_dies_while_the_trainer_sends_breaks_the_group_and_the_version_is_sent_again():
+    async def scenario(rig):
+        await rig.offer()
+        watching = asyncio.create_task(rig.updater.sending(rig.which(4)))
+        await asyncio.sleep(0.05)
+        assert not watching.done()
+        assert rig.desk.died(1, "sampler 1 was ended by SIGKILL") == 1.0
+        assert await watching == {"broken": "sampler 1 left the group"}
+        await rig.updater.unsent({**rig.which(4), "error": "left", "missing": []})
+        await rig.update(0, 2, step=4)
+        assert rig.epoch == 4
+        rig.join(1)
+        assert rig.membership.serving == (0, 2)
+        await rig.update(0, 1, 2, step=5)
+        assert rig.membership.restarts == 1
+
+    run(scenario)
+
+
+def test_a_sampler_that_falls_silent_while_the_trainer_sends_is_fenced_and_its_process_is_to_end():
+    async def scenario(rig):
+        await rig.update(0, 1, 2, step=3)
+        rig.samplers[1].does = {"fence": STANDS_STILL}
+        await rig.offer()
+        orders = asyncio.create_task(rig.desk.handlers()["orders"](Member("agent", 0), {"known": []}))
+        elsewhere = asyncio.create_task(rig.desk.handlers()["orders"](Member("agent", 1), {"known": []}))
+        rig.desk.fence(1, "silent", "sampler 1 was silent for 30 s")
+        rig.desk.fence(1, "silent", "sampler 1 was silent for 30 s")  # told once
+        assert (await rig.updater.sending(rig.which(4)))["broken"] == "sampler 1 left the group"
+        assert rig.membership.reasons == {"silent": 1}
+        await rig.update(0, 2, step=4)
+        assert (await rig.samplers[1].asked("fence")) == {"reason": "sampler 1 was silent for 30 s"}
+        assert await orders == {"end": [(1, 0)], "stop": False}
+        assert not elsewhere.done()  # it is no process of that node
+        elsewhere.cancel()
+
+    run(scenario)
+
+
+def test_a_sampler_that_goes_when_the_others_hold_the_version_does_not_keep_them_from_it():
+    async def scenario(rig):
+        await rig.offer()
+        await rig.stage(0, 2)
+        await rig.sent()
+        await asyncio.sleep(0.05)
+        rig.desk.died(1, "sampler 1 was ended by SIGKILL")
+        await rig.settled()
+        assert rig.committed[0].version == Version(0, 4)
+        assert rig.membership.serving == (0, 2)
+        await rig.update(0, 2, step=5)
+
+    run(scenario)
+
+
+def test_a_version_that_came_through_a_dead_sampler_and_not_to_all_is_not_committed():
+    async def scenario(rig):
+        await rig.offer()
+        await rig.stage(0)
+        await rig.sent()
+        rig.desk.died(1, "sampler 1 was ended by SIGKILL")
+        where = {"replica": 2, "worker": 0}
+        await rig.updater.staged({**rig.which(4), **where, "error": "connection closed by peer"})
+        await rig.settled()
+        assert rig.committed == []
         assert all("commit" not in sampler.verbs() for sampler in rig.samplers)
-        assert rig.updater.current is None
+        await rig.update(0, 2, step=4)
 
     run(scenario)
 
 
-@pytest.mark.parametrize(("refuse", "words"), [("connect", "refused connect: 409"), ("receive", "refused receive: 409")])
-def test_a_sampler_that_does_not_arm_fails_the_offer(refuse, words):
+def test_a_sampler_that_never_stages_is_fenced_at_its_deadline_and_the_others_commit():
     async def scenario(rig):
-        rig.samplers[1].refuse = refuse
-        with pytest.raises(ValueError, match=words):
-            await rig.updater.offer(OFFER)
-        assert "sampler 1" in str(rig.errors[0])
+        await rig.offer()
+        await rig.stage(0, 2)
+        await rig.stage(1, workers=[0])
+        await rig.sent()
+        began = time.monotonic()
+        await rig.settled()
+        assert time.monotonic() - began < OPTIONS.update_s + 0.5
+        assert rig.membership.serving == (0, 2)
+        assert rig.membership.reasons == {"late": 1}
+        assert "sampler 1 did not stage version 0:4 within 0 s: waited for worker 1" in rig.words[3]
 
     run(scenario)
 
 
-def test_a_mismatch_after_the_copy_is_an_error_with_the_samplers_words():
+@pytest.mark.parametrize("does", [STANDS_STILL, FAILS, DIES])
+def test_a_sampler_that_does_not_commit_in_time_is_fenced_and_the_others_serve(does):
     async def scenario(rig):
-        rig.samplers[0].refuse = "commit"
-        await rig.updater.offer(OFFER)
-        await rig.stage(ALL)
+        rig.samplers[0].does = {"commit": does}
+        await rig.offer()
+        await rig.stage(0, 1, 2)
         await rig.sent()
         await rig.settled()
-        assert "sampler 0 refused commit: 409 live weights have another digest" in str(rig.errors[0])
-        assert not rig.committed
+        assert rig.membership.serving == (1, 2)
+        assert rig.committed[0].version == Version(0, 4)
+        assert rig.membership.reasons == {"unreachable" if does == DIES else "late": 1}
+        await rig.update(1, 2, step=5)
 
     run(scenario)
 
 
-def test_what_never_comes_is_named():
+def test_a_sampler_that_is_found_dead_in_a_commit_is_not_waited_for():
     async def scenario(rig):
-        await rig.updater.offer(OFFER)
-        await rig.stage({(0, 0): "7"})
+        rig.samplers[0].does = {"commit": STANDS_STILL}
+        await rig.offer()
+        await rig.stage(0, 1, 2)
+        await rig.sent()
+        await rig.samplers[0].asked("commit")
+        began = time.monotonic()
+        rig.desk.fence(0, "silent", "sampler 0 was silent for 30 s")
+        await rig.settled()
+        assert time.monotonic() - began < OPTIONS.update_s / 2
+        assert rig.membership.serving == (1, 2)
+
+    run(scenario)
+
+
+def test_another_digest_on_one_worker_closes_that_sampler_until_the_next_version():
+    async def scenario(rig):
+        await rig.update(0, 1, 2, step=3)
+        await rig.offer()
+        await rig.stage(0, 2)
+        await rig.stage(1, workers=[0])
+        await rig.stage(1, workers=[1], digest="8")
         await rig.sent()
         await rig.settled()
-        assert "waited for sampler 1 worker 0, sampler 1 worker 1" in str(rig.errors[0])
+        assert rig.membership.serving == (0, 2)
+        words = "sampler 1 worker 1 staged other weights than the trainer sent for version 0:4: digest 8, not 7"
+        assert await rig.samplers[1].asked("fence") == {"reason": words}
+        assert rig.samplers[1].verbs() == ["connect", "receive", "commit", "receive"]
+        await rig.update(0, 1, 2, step=5)  # in the same group
+        assert rig.epoch == 3
+        assert rig.membership.reasons == {"mismatch": 1}
+
+    run(scenario)
+
+
+def test_a_mismatch_after_the_copy_closes_one_sampler_and_again_ends_its_process():
+    async def scenario(rig):
+        rig.samplers[0].does = {"commit": REFUSES}
+        for step in (4, 5):
+            await rig.offer(step)
+            await rig.stage(0, 1, 2, step=step)
+            await rig.sent(step=step)
+            await rig.settled()
+            assert rig.membership.serving == (1, 2)
+        assert rig.membership.reasons == {"mismatch": 2}
+        assert rig.membership.to_end == ((0, 0),)
+        assert rig.words.count("sampler 0 refused commit: 409 live weights have another digest") == 2
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("phase", ["staged", "commit"])
+def test_other_weights_on_all_samplers_end_the_run(phase):
+    async def scenario(rig):
+        await rig.update(0, 1, 2, step=3)
+        await rig.offer()
+        await rig.stage(0, 1, 2, digest="8" if phase == "staged" else "7")
+        for sampler in rig.samplers:
+            sampler.does = {"commit": REFUSES}
+        await rig.sent()
+        await rig.settled()
+        words = "sampler 0 worker 0 staged other weights" if phase == "staged" else "sampler 0 refused commit: 409"
+        assert words in str(rig.errors[0])
+        assert rig.updater.current.version == Version(0, 3)
+
+    run(scenario)
+
+
+def test_an_error_without_anyone_to_blame_builds_another_group_and_the_third_ends_the_run():
+    async def scenario(rig):
+        for epoch in (3, 4, 5):
+            assert (await rig.offer())["epoch"] == epoch
+            where = {"replica": 1, "worker": 0}
+            await rig.updater.staged({**rig.which(4), **where, "error": "connection closed by peer"})
+            assert "connection closed by peer" in (await rig.updater.sending(rig.which(4)))["broken"] or epoch == 5
+            await rig.updater.unsent({**rig.which(4), "error": "left", "missing": []})
+            await rig.settled()
+            assert len(rig.errors) == (epoch == 5)
+        assert "sampler 1 did not receive the weights: connection closed by peer" in str(rig.errors[0])
+        assert rig.membership.group == (0, 1, 2)
+
+    run(scenario)
+
+
+def test_samplers_that_do_not_come_to_the_building_of_the_group_are_named_by_their_rank():
+    async def scenario(rig):
+        await rig.offer()
+        await rig.updater.unsent({**rig.which(4), "error": "waited 2 s for sampler worker of rank 3", "missing": [3]})
+        await rig.update(0, 2, step=4)
+        assert rig.membership.reasons == {"late": 1}
+        assert "sampler 1 did not come to the group of epoch 3" in rig.words
+
+    run(scenario)
+
+
+def test_without_samplers_the_trainer_goes_on_and_a_restarted_one_gets_the_version_later():
+    async def scenario(rig):
+        for index in range(3):
+            rig.desk.died(index, f"sampler {index} was ended by SIGKILL")
+        assert (await rig.offer())["send"] is False
+        assert rig.updater.under_way is None
+        rig.join(2)
+        await rig.update(2, step=4)
 
     run(scenario)
 
 
 def test_a_digest_that_the_trainer_never_sends_is_named():
     async def scenario(rig):
-        await rig.updater.offer(OFFER)
-        await rig.stage(ALL)
+        await rig.offer()
+        await rig.stage(0, 1, 2)
         await rig.settled()
         assert "waited for the trainer's digest" in str(rig.errors[0])
 
     run(scenario)
 
 
-def test_a_workers_error_reaches_the_run():
+def test_reports_of_another_version_or_group_are_refused():
     async def scenario(rig):
-        await rig.updater.offer(OFFER)
-        await rig.updater.staged({"lineage": 0, "step": 4, "replica": 1, "worker": 0, "error": "connection closed by peer"})
-        assert "sampler 1 did not receive the weights: connection closed by peer" in str(rig.errors[0])
-
-    run(scenario)
-
-
-def test_reports_of_another_version_are_refused():
-    async def scenario(rig):
-        await rig.updater.offer(OFFER)
-        with pytest.raises(ValueError, match="0:3 is not under way"):
-            await rig.stage({(0, 0): "7"}, step=3)
+        await rig.offer()
+        with pytest.raises(ValueError, match="0:3 of epoch 3 is not under way"):
+            await rig.stage(0, step=3)
+        rig.epoch = 2
+        with pytest.raises(ValueError, match="0:4 of epoch 2 is not under way"):
+            await rig.stage(0)
 
     run(scenario)
 
 
 def test_the_first_offer_waits_for_the_samplers():
     async def main():
-        updater = WeightUpdater(TOKEN, OPTIONS, start_s=0.2, on_committed=lambda c: None, on_error=lambda e: None)
+        desk = ReplicaDesk(
+            Membership(MembershipSettings(1, 0, 1.0, 1.0)),
+            {0: 0},
+            tell=lambda *_: asyncio.sleep(0),
+            on_change=lambda words: None,
+        )
+        updater = WeightUpdater(TOKEN, OPTIONS, desk, start_s=0.2, on_committed=lambda c: None, on_error=lambda e: None)
         with pytest.raises(ValueError, match="version 0:4 waits for the samplers to start"):
             await updater.offer(OFFER)
         assert updater.current is None
@@ -205,13 +464,28 @@ def test_the_first_offer_waits_for_the_samplers():
 
 def test_the_next_offer_waits_for_the_commit_before_it():
     async def scenario(rig):
-        await rig.updater.offer(OFFER)
+        await rig.offer()
         second = asyncio.create_task(rig.updater.offer({**OFFER, "step": 5}))
         await asyncio.sleep(0.1)
         assert not second.done()
-        await rig.stage(ALL)
+        await rig.stage(0, 1, 2)
         await rig.sent()
         assert (await second)["send"] is True
         assert rig.committed[0].version == Version(0, 4)
+
+    run(scenario)
+
+
+def test_actors_are_told_at_once_who_serves():
+    async def scenario(rig):
+        ask = rig.desk.handlers()["samplers"]
+        await rig.update(0, 1, 2, step=3)
+        known = (await ask(Member("actor", 0), {"known": None}))["samplers"]
+        assert known == [[index, url] for index, url in enumerate(rig.urls)]
+        news = asyncio.create_task(ask(Member("actor", 0), {"known": known}))
+        await asyncio.sleep(0.05)
+        assert not news.done()
+        rig.desk.died(0, "sampler 0 was ended by SIGKILL")
+        assert (await asyncio.wait_for(news, 1))["samplers"] == known[1:]
 
     run(scenario)

@@ -285,3 +285,24 @@ def test_failed_saves_and_skipped_steps_are_told(tmp_path):
     text = render(summarize(read_run(run.path), now=T0))
     assert "attempt 1: the checkpoint of step 2 failed: disk: no space" in text
     assert "skipped     2 steps left the weights as they were" in text
+
+
+def test_samplers_that_failed_are_told_with_their_reasons(tmp_path):
+    run = new_run(tmp_path, attempts=2)
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+        writer.write({}, kind="phase", labels={"name": "starting"}, time=T0)
+        writer.write({"samplers/serving": 2.0}, kind="samplers", labels={"event": "they serve"}, time=T0)
+        values = {"samplers/serving": 1.0, "samplers/restarts": 1.0, "samplers/fenced_died": 1.0}
+        writer.write(values, kind="samplers", labels={"event": "sampler 1 was ended by SIGKILL"}, time=T0 + 30)
+        values |= {"samplers/serving": 2.0}
+        writer.write(values, kind="samplers", labels={"event": "sampler 1 serves"}, time=T0 + 55)
+    text = render(summarize(read_run(run.path), now=T0))
+    assert "fenced      1 died; 1 restarts; 2 serving at the last change" in text
+    assert "     30.0 s sampler 1 was ended by SIGKILL\n" in text
+    assert "     55.0 s sampler 1 serves\n" in text
+    assert "they serve" not in text
+    with MetricsWriter(run.metrics, "orchestrator", 0, 2) as writer:  # counts begin anew with each attempt
+        values = {"samplers/serving": 1.0, "samplers/restarts": 2.0, "samplers/fenced_died": 2.0, "samplers/fenced_late": 1.0}
+        writer.write(values, kind="samplers", labels={"event": "sampler 0 did not answer"}, time=T0 + 99)
+    samplers = summarize(read_run(run.path), now=T0).samplers
+    assert (samplers.serving, samplers.restarts, samplers.fenced) == (1, 3, {"died": 3, "late": 1})

@@ -1,15 +1,18 @@
 """A child that dies ends the run quickly, with its cause on the terminal, in exit.json and as the exit code; a resume goes on
-from the last checkpoint and loses nothing."""
+from the last checkpoint and loses nothing. Samplers that die or stand still are done without and started again."""
 
+import itertools
 import json
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
-from whole_runs import ROOT, Ended, command, submit
+from whole_runs import ROOT, SUBMIT, Ended, command, submit
 
+from prl.metrics.events import Event
 from prl.report.audit import audit, render
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import ledger_events, read_ledger
@@ -72,7 +75,7 @@ def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> 
 @pytest.mark.deadline(600)
 def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tmp_path, start, victim):
     folder = RunFolder(tmp_path / "run")
-    process = start(folder, "train.checkpoint_every_steps=3", "streams.keep=needed")
+    process = start(folder, "train.checkpoint_every_steps=3", "streams.keep=needed", "sample.restarts=0")
     wait_for_steps(process, folder, 3)
     wait_for_steps(process, folder, wait_for_checkpoint(process, folder) + 1)
     children = children_of(process.pid, folder)
@@ -85,9 +88,10 @@ def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tm
     assert took_s < 10
     ended = json.loads(folder.exit(1).read_text())
     assert ended["outcome"] == "failed"
-    assert f"{victim} was ended by SIGKILL" in ended["cause"]
+    assert ended["cause"] == f"{victim} was ended by SIGKILL"
     assert ended["code"] == 1
-    assert f"{victim} was ended by SIGKILL" in output
+    assert f"failed: {victim} was ended by SIGKILL (exit code 1)\nlogs: " in output
+    assert f"go on with: prl-submit --resume {folder}\n" in output
     assert not [name for name, child in children.items() if child.is_running()]
     checkpoint, steps = folder.manifests()[-1][0], ended["steps"] + 4
     resumed = submit(folder.path, "--resume", folder.path, "--set", f"run.steps={steps}")
@@ -96,6 +100,65 @@ def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tm
     result = audit(folder.path)
     assert result.passed, render(result)
     assert (result.ended, result.trained) == ("done", steps * 512)
+
+
+def wait_for_samplers(process: subprocess.Popen, folder: RunFolder, condition: Callable[[Event], bool]) -> Event:
+    """The first event of the samplers for which the condition holds."""
+    running, end = Ended(folder, 0, ""), time.monotonic() + 180
+    while True:
+        for event in running.events("samplers"):
+            if condition(event):
+                return event
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, [event.labels for event in running.events("samplers")]
+        time.sleep(0.2)
+
+
+def served_after(folder: RunFolder, replica: int, since: float) -> set[int]:
+    """The steps of the versions of the tokens that a replica sampled for requests after that time."""
+    turns = [turn for group in Ended(folder, 0, "").groups() for rollout in group.rollouts for turn in rollout.turns]
+    return {span.version.step for t in turns if t.replica == replica and t.started > since for span in t.versions}
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(900)
+def test_a_run_goes_on_without_a_sampler_that_is_killed_or_stands_still_until_it_is_back(tmp_path, start):
+    folder = RunFolder(tmp_path / "run")
+    process = start(folder, "run.steps=100000", "cluster.replicas_per_node=2", "control.lost_after_s=10")
+    wait_for_steps(process, folder, 5)
+    back = []
+    for number, (victim, blow) in enumerate([(0, signal.SIGKILL), (1, signal.SIGSTOP)], 1):
+        before = Ended(folder, 0, "").events("step")[-1].step
+        struck = time.time()
+        children_of(process.pid, folder)[f"sampler {victim}"].send_signal(blow)
+        left = wait_for_samplers(process, folder, lambda e, n=number: e.values.get("samplers/restarts") == n)
+        assert left.values["samplers/serving"] == 1
+        wait_for_steps(process, folder, before + 10)  # the other one is enough
+        again = wait_for_samplers(process, folder, lambda e, t=left.time: e.time > t and e.values["samplers/serving"] == 2)
+        back.append((victim, again.time))
+        steps = Ended(folder, 0, "").events("step")
+        waits = [b.time - a.time for a, b in itertools.pairwise(steps) if b.time > struck]
+        assert max(waits) < 30  # what was lost on the way to a dead or silent one was asked for again
+        wait_for_steps(process, folder, steps[-1].step + 10)
+    folder.stop.touch()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    ended = Ended(folder, process.returncode, output)
+    assert ended.exit["outcome"] == "done"
+    commits = {event.step: event.time for event in ended.events("weights")}
+    for victim, since in back:
+        served = served_after(folder, victim, since)
+        assert served
+        newest = max(step for step, at in commits.items() if at <= since)
+        assert min(served) >= newest  # nothing older than what it was admitted with,
+        assert max(served) > newest + 5  # and each new version since
+    last = ended.events("samplers")[-1].values
+    assert (last["samplers/restarts"], last["samplers/fenced_died"], last["samplers/fenced_silent"]) == (2, 1, 1), last
+    result = audit(folder.path)
+    assert result.passed, render(result)
+    assert "sampler 0 was ended by SIGKILL; it is started again in 1 s" in output
+    report = subprocess.run([SUBMIT.with_name("prl-report"), folder.path], capture_output=True, text=True, check=True).stdout
+    assert "1 died, 1 silent; 2 restarts; 2 serving at the last change" in report
 
 
 @pytest.mark.slow

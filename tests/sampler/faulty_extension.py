@@ -48,4 +48,4 @@ class FaultyExtension(WorkerExtension):
         def fail(*_: Any) -> NoReturn:
             raise KeyError(f"{method} is broken")
 
-        setattr(self.weight_transfer_engine._end, method, fail)
+        setattr(self.weight_transfer_engine._link.end, method, fail)

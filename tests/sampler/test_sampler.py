@@ -390,20 +390,41 @@ def test_a_transfer_that_breaks_off_is_reported_and_a_new_epoch_mends_it(lab, mo
     lab.update(weights_of(models[1]))
 
 
-@pytest.mark.parametrize("method", ["close", "receive"])
-def test_an_error_that_is_none_of_the_transports_is_reported_too(lab, models, method):
+def test_an_error_that_is_none_of_the_transports_is_reported_too(lab, models):
     """The thread that waits for the trainer lives on and tells of it with the next receive."""
     lab.update(weights_of(models[0]))
-    assert lab.request("POST", "/collective_rpc", {"method": "break_group", "args": [method]}).status == 200
-    if method == "close":
-        lab.epoch += 1
-        reply = lab.request("POST", "/prl/weights/connect", lab.meeting(lab.epoch))
-        assert reply.status == 200
+    assert lab.request("POST", "/collective_rpc", {"method": "break_group", "args": ["receive"]}).status == 200
     assert lab.offer(weights_of(models[1])).status == 200
     report = lab.staged.get(timeout=30)
-    assert report["step"] == lab.step
-    assert f"KeyError: '{method} is broken'" in report["error"]
+    assert (report["step"], report["epoch"]) == (lab.step, lab.epoch)
+    assert "KeyError: 'receive is broken'" in report["error"]
     assert lab.ask(PROMPT, max_tokens=3).result(30).status == 200
     lab.trainer.close()
     lab.connect()
     lab.update(weights_of(models[1]))
+
+
+def test_a_group_that_waits_for_others_or_cannot_be_closed_does_not_hold_up_the_next_one(lab, models):
+    lab.update(weights_of(models[0]))
+    assert lab.request("POST", "/collective_rpc", {"method": "break_group", "args": ["close"]}).status == 200
+    lab.epoch += 1
+    assert lab.request("POST", "/prl/weights/connect", lab.meeting(lab.epoch)).status == 200  # the trainer does not come
+    assert lab.offer(weights_of(models[1])).status == 200
+    began = time.monotonic()
+    lab.connect()
+    lab.update(weights_of(models[1]))
+    assert time.monotonic() - began < 10  # of the 30 s that the other groups would wait
+    assert lab.staged.empty()  # nobody is told of what was left
+
+
+def test_a_fenced_sampler_hands_back_what_it_has_and_serves_nothing_until_the_next_commit(lab, models):
+    lab.update(weights_of(models[0]))
+    asked = lab.ask(PROMPT, max_tokens=LONG, ignore_eos=True)
+    time.sleep(0.2)
+    assert lab.request("POST", "/prl/weights/fence", {"reason": "it held other weights"}).status == 200
+    (answer,) = asked.result(30).body["answers"]
+    assert (answer["finish_reason"], len(answer["token_ids"]) < LONG) == ("abort", True)
+    refused = lab.ask(PROMPT, max_tokens=3).result(30)
+    assert (refused.status, refused.body) == (503, {"error": "it held other weights"})
+    lab.update(weights_of(models[1]))
+    assert lab.ask(PROMPT, max_tokens=3).result(30).status == 200

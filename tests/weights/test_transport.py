@@ -1,7 +1,11 @@
 """Real processes over gloo on this machine's loop-back interface."""
 
+import itertools
 import multiprocessing
+import os
 import re
+import signal
+import threading
 import time
 from multiprocessing.connection import Connection
 
@@ -98,3 +102,87 @@ def test_a_missing_trainer_is_named():
 def test_a_missing_store_is_named():
     with pytest.raises(TransportError, match=r"epoch 2, rank 1: the trainer's store at 127.0.0.1:9 did not answer within 1 s"):
         SamplerEnd(HOST, 9, 1, 2, 2, 1.0)
+
+
+def survivor(port: int, pipe: Connection) -> None:
+    """Rank 2 of the first group, told to leave it, then rank 1 of the second."""
+    left = threading.Event()
+    end = SamplerEnd(HOST, port, 2, 3, 1, 60.0, left=left)
+    pipe.send("built")
+    threading.Thread(target=lambda: pipe.recv() and left.set(), daemon=True).start()
+    began = time.monotonic()
+    try:
+        for _ in range(2):  # it may be that all of the first version has come here
+            end.receive(specs_of(large(0)), 2**20, 20.0)
+    except TransportError as error:
+        pipe.send((str(error), time.monotonic() - began))
+    end.close()
+    tensors = SamplerEnd(HOST, port, 1, 2, 2, 60.0).receive(specs_of(large(0)), 2**20, 20.0)
+    pipe.send(digest(tensors))
+    pipe.recv()
+
+
+def bystander(port: int, pipe: Connection) -> None:
+    end = SamplerEnd(HOST, port, 1, 3, 1, 60.0)
+    pipe.send("built")
+    end.receive(specs_of(large(0)), 2**20, 60.0)
+
+
+def large(seed: int) -> dict[str, torch.Tensor]:
+    """More than the sockets between two processes hold."""
+    return {"large": torch.full((6 * 2**20,), float(seed))}
+
+
+def send_for_ever(trainer: TrainerEnd) -> None:
+    for seed in itertools.count():
+        trainer.send(large(seed))
+
+
+def test_everyone_leaves_a_group_of_which_one_stands_still_and_builds_another():
+    spawn = multiprocessing.get_context("spawn")
+    trainer = TrainerEnd(HOST, OPTIONS)
+    pipes, processes = [], []
+    for work in (bystander, survivor):
+        mine, theirs = spawn.Pipe()
+        process = spawn.Process(target=work, args=(trainer.master_port, theirs), daemon=True)
+        process.start()
+        pipes.append(mine)
+        processes.append(process)
+    trainer.join(1, 3)
+    for pipe in pipes:
+        assert pipe.poll(20)
+        assert pipe.recv() == "built"
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    try:
+        trainer.leave(7)  # no group of ours
+        timer = threading.Timer(0.5, trainer.leave, (1,))
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(TransportError, match="this rank was told to leave"):
+            send_for_ever(trainer)
+        assert time.monotonic() - began < 5  # of the 20 s that the transfer may take
+        pipes[1].send("leave")
+        assert pipes[1].poll(5)
+        words, _ = pipes[1].recv()
+        assert "this rank was told to leave" in words
+        began = time.monotonic()
+        trainer.join(2, 2)
+        sent = trainer.send(large(5)).digest
+        assert pipes[1].poll(10)
+        assert pipes[1].recv() == sent == digest(large(5))
+        assert time.monotonic() - began < 10
+        pipes[1].send("end")
+        processes[1].join(20)
+        assert processes[1].exitcode == 0  # though a part of the first group is left behind in it
+    finally:
+        processes[0].kill()
+
+
+def test_who_waits_for_others_to_come_can_be_told_to_leave():
+    trainer = TrainerEnd(HOST, OPTIONS)
+    timer = threading.Timer(0.3, trainer.leave, (4,))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(TransportError, match="epoch 4, rank 0 of 2: it was left while it was built"):
+        trainer.join(4, 2)
+    assert time.monotonic() - began < 5

@@ -1,0 +1,171 @@
+"""Who of the samplers' replicas is in the transfer group and who serves, and what becomes of those that fail: a pure state
+machine. It is told what happened and at what time; whoever runs it does what it says."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+# starting    its first process has not joined yet
+# joined      in the group, but without valid weights: the next version that it commits admits it
+# serving     in the group, with a version that was verified
+# fenced      its process lives and is not trusted any more; it has to end
+# restarting  its process has ended; another one was granted
+# lost        its process has ended, and no other one is granted
+State = Literal["starting", "joined", "serving", "fenced", "restarting", "lost"]
+DOUBLINGS = 6
+IN_GROUP: frozenset[State] = frozenset({"joined", "serving"})
+
+# Why a replica left the group, or stopped serving: its process ended, said that it failed, fell silent, could not be reached,
+# did not answer or did not join in time, refused a call, or held other weights than were sent.
+Reason = Literal["died", "failed", "silent", "unreachable", "late", "refused", "mismatch"]
+
+
+class MembershipError(Exception):
+    """An event that cannot follow from the state."""
+
+
+@dataclass(frozen=True)
+class MembershipSettings:
+    replicas: int
+    restarts: int  # of each replica
+    pause_s: float  # before the first restart of a replica; doubled with each further one, up to 64 times as long
+    start_s: float  # that a process has to start and join, and that the run waits where no replica is left
+    mismatches: int = 2  # in a row, of one replica, are more than chance: its process has to end
+    tries: int = 3  # of a group that breaks without anyone to blame
+
+
+@dataclass
+class _Replica:
+    state: State = "starting"
+    restarts: int = 0
+    mismatches: int = 0  # in a row
+    due_s: float = 0.0  # time at which a granted process is to be there
+
+
+class Membership:
+    def __init__(self, settings: MembershipSettings) -> None:
+        self.epoch = 0  # rises whenever a new group has to be built
+        self.reasons: Counter[Reason] = Counter()  # why replicas stopped serving or left the group, so far
+        self.restarts = 0  # granted so far
+        self.last = ""  # the newest trouble, in words
+        self._settings = settings
+        self._replicas = [_Replica() for _ in range(settings.replicas)]
+        self._broken = 0  # groups in a row that broke without anyone to blame
+        self._empty_since_s: float | None = None  # time since when nobody is in the group that was there before
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The replicas that take part in an update."""
+        return self._in("joined", "serving")
+
+    @property
+    def serving(self) -> tuple[int, ...]:
+        """The replicas that may be asked."""
+        return self._in("serving")
+
+    @property
+    def to_end(self) -> tuple[tuple[int, int], ...]:
+        """Replica and number of the start (0, 1, ...) of processes that have to end."""
+        return tuple((i, self._replicas[i].restarts) for i in self._in("fenced"))
+
+    def state(self, replica: int) -> State:
+        return self._replicas[replica].state
+
+    def join(self, replica: int) -> bool:
+        """A process is ready for its first version. False: it is not wanted (any more)."""
+        one = self._replicas[replica]
+        if one.state not in ("starting", "restarting"):
+            return False
+        one.state = "joined"
+        self._empty_since_s = None
+        self.epoch += 1
+        return True
+
+    def admit(self, replicas: Sequence[int]) -> None:
+        """These have committed a version whose digest is right."""
+        for i in replicas:
+            one = self._replicas[i]
+            if one.state not in IN_GROUP:
+                raise MembershipError(f"sampler {i} is {one.state} and cannot serve")
+            one.state, one.mismatches = "serving", 0
+        self._broken = 0
+
+    def mismatch(self, replica: int, words: str, now_s: float) -> None:
+        """A replica holds other weights than were sent. It serves nothing until it has been sent them in full; where that
+        happens again and again it has to end."""
+        one = self._replicas[replica]
+        if one.state not in IN_GROUP:
+            raise MembershipError(f"sampler {replica} is {one.state}: its digest is nobody's business")
+        one.mismatches += 1
+        if one.mismatches >= self._settings.mismatches:
+            self.fence(replica, "mismatch", words, now_s)
+        else:
+            one.state = "joined"
+            self._note("mismatch", words)
+
+    def fence(self, replica: int, reason: Reason, words: str, now_s: float) -> bool:
+        """A replica is not trusted any more, and its process has to end. False: that is known, or it has ended."""
+        one = self._replicas[replica]
+        if one.state not in ("joined", "serving", "restarting"):
+            return False
+        self._leave(one, "fenced", now_s)
+        self._note(reason, words)
+        return True
+
+    def died(self, replica: int, words: str, now_s: float) -> float | None:
+        """A process has ended. The pause in seconds after which another one is to be started; None: it is not."""
+        one = self._replicas[replica]
+        if one.state == "lost":
+            raise MembershipError(f"sampler {replica} has no process that could end: {words}")
+        if one.state != "fenced":
+            self._note("died", words)
+        if one.state == "starting" or one.restarts >= self._settings.restarts:
+            self._leave(one, "lost", now_s)
+            return None
+        self._leave(one, "restarting", now_s)
+        pause_s = self._settings.pause_s * (1 << min(one.restarts, DOUBLINGS))
+        one.restarts += 1
+        one.mismatches = 0
+        one.due_s = now_s + pause_s + self._settings.start_s
+        self.restarts += 1
+        return pause_s
+
+    def broke(self, words: str) -> bool:
+        """The group failed at a transfer, and nobody is known to be at fault: another one has to be built. False: that has
+        happened too often."""
+        self.epoch += 1
+        self._broken += 1
+        self.last = words
+        return self._broken < self._settings.tries
+
+    def late(self, now_s: float) -> tuple[int, ...]:
+        """The replicas whose restarted process has not joined in time."""
+        return tuple(i for i in self._in("restarting") if now_s > self._replicas[i].due_s)
+
+    def over(self, now_s: float) -> str | None:
+        """Why the run cannot go on, if so: nobody is left, or nobody has come back in time."""
+        if not self._replicas:
+            return None
+        if len(self._in("lost")) == len(self._replicas):
+            return self.last
+        since_s = self._empty_since_s
+        if since_s is not None and now_s - since_s > self._settings.start_s:
+            return f"no sampler has come back within {self._settings.start_s:.0f} s; the last trouble: {self.last}"
+        return None
+
+    def _in(self, *states: State) -> tuple[int, ...]:
+        return tuple(i for i, one in enumerate(self._replicas) if one.state in states)
+
+    def _leave(self, one: _Replica, state: State, now_s: float) -> None:
+        was_in_group = one.state in IN_GROUP
+        one.state = state
+        if was_in_group:
+            self.epoch += 1
+            self._broken = 0
+            if not self.group:
+                self._empty_since_s = now_s
+
+    def _note(self, reason: Reason, words: str) -> None:
+        self.reasons[reason] += 1
+        self.last = words

@@ -1,0 +1,151 @@
+"""The samplers' replicas as the orchestrator knows them: it tells the membership what happens to their processes, and everyone
+else who of them may be asked, updated, restarted or ended."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prl.control.server import Answer, Bell, Handler, Member
+from prl.flow.membership import Membership, Reason
+
+TELL_S = 2.0  # that a replica which is given up has to hand back its partial answers before its process is ended
+SERVING_POLL_S = 30.0  # actors and agents ask again after so long, where there is nothing new
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Replica:
+    """One process of a sampler."""
+
+    index: int
+    url: str
+    workers: int  # ranks of it in the transfer group
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # it is out of the group
+
+    @property
+    def name(self) -> str:
+        return f"sampler {self.index}"
+
+
+class ReplicaDesk:
+    """`changed`, a bell of its own, rings whenever the membership or an update moves; whoever rings it may ring others."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        nodes: Mapping[int, int],
+        *,
+        tell: Callable[[Replica, str], Awaitable[None]],
+        on_change: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`nodes`: the node of each replica. `tell` a replica, as far as it still answers, that it is fenced and why.
+        `on_change` is given what happened, in words."""
+        self.membership = membership
+        self.changed = Bell()
+        self.ended = False
+        self._nodes = nodes
+        self._tell = tell
+        self._on_change = on_change
+        self._clock = clock
+        self._replicas: dict[int, Replica] = {}  # those in the group
+        self._being_told: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handlers(self) -> dict[str, Handler]:
+        return {"samplers": self._samplers, "orders": self._orders}
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def group(self) -> tuple[Replica, ...]:
+        return tuple(self._replicas[i] for i in self.membership.group)
+
+    # What happens to them
+
+    def joined(self, member: Member) -> None:
+        if self.membership.join(member.index):
+            replica = Replica(member.index, str(member.facts["url"]), int(member.facts.get("workers", 1)))
+            self._replicas[member.index] = replica
+            self._note(f"{replica.name} is ready for its first version")
+
+    def admitted(self, replicas: Sequence[Replica]) -> None:
+        new = [replica for replica in replicas if self.membership.state(replica.index) != "serving"]
+        self.membership.admit([replica.index for replica in replicas])
+        if new:
+            self._note(f"{', '.join(replica.name for replica in new)} serves")
+
+    def mismatched(self, replica: Replica, words: str) -> None:
+        """It holds other weights than were sent."""
+        self.membership.mismatch(replica.index, words, self._clock())
+        self._left(replica.index, words)
+
+    def fence(self, index: int, reason: Reason, words: str) -> None:
+        """It is not trusted any more: out of the group, asked by nobody, told to abort what it holds, and then its process is
+        ended."""
+        if self.membership.fence(index, reason, words, self._clock()):
+            self._left(index, words)
+
+    def died(self, index: int, words: str) -> float | None:
+        """Its process has ended. The pause before the next one is started, in seconds; None: none is."""
+        pause_s = self.membership.died(index, words, self._clock())
+        again = "it is not started again" if pause_s is None else f"it is started again in {pause_s:g} s"
+        self._left(index, f"{words}; {again}")
+        return pause_s
+
+    def fence_late(self) -> None:
+        """Those whose restarted process has not joined in time."""
+        for index in self.membership.late(self._clock()):
+            self.fence(index, "late", f"sampler {index} was started again and did not join in time")
+
+    def _left(self, index: int, words: str) -> None:
+        replica = self._replicas.get(index)
+        state = self.membership.state(index)
+        if replica is not None and state != "joined":
+            replica.gone.set()
+            del self._replicas[index]
+        if replica is not None and state in ("joined", "fenced"):  # its process lives
+            self._being_told.add(index)
+            task = asyncio.create_task(self._tell_fenced(replica, words), name=f"fence {replica.name}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._note(words)
+
+    async def _tell_fenced(self, replica: Replica, words: str) -> None:
+        try:
+            await self._tell(replica, words)
+        finally:
+            self._being_told.discard(replica.index)
+            self.changed.ring()  # now its process may be ended
+
+    def _note(self, words: str) -> None:
+        log.warning("samplers: %s", words)
+        self._on_change(words)
+        self.changed.ring()
+
+    # What others are told
+
+    async def _samplers(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        """{known: [[replica, url]...] or null}: those that may be asked, as soon as they are others than those."""
+        await self.changed.until(lambda: self._serving() != body["known"] or self.ended, SERVING_POLL_S)
+        return {"samplers": self._serving(), "stop": self.ended}
+
+    def _serving(self) -> list[list[Any]]:
+        return [[i, self._replicas[i].url] for i in self.membership.serving]
+
+    async def _orders(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        """{known: [[replica, start]...]}: more of the agent's processes that have to end."""
+        known = [tuple(entry) for entry in body["known"]]
+
+        def to_end() -> list[tuple[int, int]]:
+            wanted = (entry for entry in self.membership.to_end if entry[0] not in self._being_told)
+            return [entry for entry in wanted if self._nodes[entry[0]] == member.index and entry not in known]
+
+        await self.changed.until(lambda: bool(to_end()) or self.ended, SERVING_POLL_S)
+        return {"end": to_end(), "stop": self.ended}

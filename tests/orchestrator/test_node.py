@@ -1,0 +1,120 @@
+"""A node agent with children of a few lines that stand for samplers: it starts again what the orchestrator wants to have again,
+and kills what that has given up."""
+
+import asyncio
+
+import psutil
+import pytest
+
+from prl.control.options import ControlOptions
+from prl.control.server import Bell, ControlServer
+from prl.orchestrator.node import run_agent
+from prl.runfolder.paths import RunFolder
+
+SLEEPER = "import os, time; print(os.getpid(), os.environ['PRL_PORT'], flush=True); time.sleep(600)"
+
+
+class Orchestrator:
+    """Grants so many restarts and notes what it hears."""
+
+    def __init__(self, stub, restarts):
+        self.restarts, self.ended, self.to_end, self.bell = restarts, [], [], Bell()
+        self.environment = {"PYTHONPATH": str(stub), "PYTHONSAFEPATH": "1"}
+        handlers = {name: getattr(self, name) for name in ("children", "child_ended", "orders", "node_done")}
+        self.server = ControlServer("token", handlers, on_join=lambda m: None, on_fail=lambda m, e, t: self.ended.append(e))
+
+    async def children(self, member, body):
+        plan = {"role": "sampler", "node": 1, "devices": [], "serves": True, "environment": self.environment}
+        return {"children": [{**plan, "index": index} for index in (0, 1)]}
+
+    async def child_ended(self, member, body):
+        self.ended.append((body["child"], body["words"]))
+        self.restarts -= 1
+        return {"restart_after_s": 0.1 if self.restarts >= 0 else None}
+
+    async def orders(self, member, body):
+        def new():
+            return [entry for entry in self.to_end if entry not in body["known"]]
+
+        await self.bell.until(lambda: bool(new()) or self.server.stopping, 5)
+        return {"end": new()}
+
+    async def node_done(self, member, body):
+        self.ended.append("node done")
+        return {}
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.logs(1).mkdir(parents=True)
+    (tmp_path / "stub" / "prl").mkdir(parents=True)
+    (tmp_path / "stub/prl/__init__.py").touch()
+    (tmp_path / "stub/prl/sampler.py").write_text(SLEEPER)
+    return run
+
+
+async def started(run, index, number):
+    """Process id and port of a start of a child, once it is there."""
+    log = run.logs(1) / f"sampler-{index}.log"
+    async with asyncio.timeout(20):
+        while not log.exists() or len(log.read_text().splitlines()) <= number:  # noqa: ASYNC110 (written by another process)
+            await asyncio.sleep(0.02)
+    return [int(word) for word in log.read_text().splitlines()[number].split()]
+
+
+def test_a_sampler_that_died_is_started_again_and_one_that_was_given_up_is_killed(run, tmp_path):
+    async def main():
+        orchestrator = Orchestrator(tmp_path / "stub", restarts=2)
+        url = await orchestrator.server.start("127.0.0.1")
+        options = ControlOptions(heartbeat_s=0.1, stop_s=0.5)
+        agent = asyncio.create_task(run_agent(run, 1, 1, "127.0.0.1", url, "token", options))
+        first, _ = await started(run, 0, 0)
+        other, _ = await started(run, 1, 0)
+        psutil.Process(first).kill()
+        second, _ = await started(run, 0, 1)
+        orchestrator.to_end = [[0, 0], [1, 0]]  # of sampler 0 a process that is gone already
+        orchestrator.bell.ring()
+        third, _ = await started(run, 1, 1)
+        assert not psutil.pid_exists(other)
+        assert psutil.pid_exists(second)
+        psutil.Process(third).kill()  # and no further one is granted
+        async with asyncio.timeout(10):
+            while len(orchestrator.ended) < 3:  # noqa: ASYNC110 (heard over HTTP)
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)
+        assert len((run.logs(1) / "sampler-1.log").read_text().splitlines()) == 2
+        orchestrator.server.stopping, orchestrator.server.grace_s = True, 0.2
+        orchestrator.bell.ring()
+        await asyncio.wait_for(agent, 20)
+        assert not psutil.pid_exists(second)
+        killed = [(f"sampler {index}", f"sampler {index} was ended by SIGKILL") for index in (0, 1, 1)]
+        assert orchestrator.ended == [*killed, "node done"]
+        await orchestrator.server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_run_that_stops_starts_nothing_again(run, tmp_path):
+    async def main():
+        orchestrator = Orchestrator(tmp_path / "stub", restarts=2)
+
+        async def ended(member, body):
+            orchestrator.server.stopping = True
+            orchestrator.bell.ring()
+            return {"restart_after_s": 30.0}
+
+        orchestrator.server._handlers["child_ended"] = ended
+        url = await orchestrator.server.start("127.0.0.1")
+        agent = asyncio.create_task(
+            run_agent(run, 1, 1, "127.0.0.1", url, "token", ControlOptions(heartbeat_s=0.1, stop_s=0.2))
+        )
+        first, _ = await started(run, 0, 0)
+        await started(run, 1, 0)
+        psutil.Process(first).kill()
+        await asyncio.wait_for(agent, 20)
+        assert len((run.logs(1) / "sampler-0.log").read_text().splitlines()) == 1
+        await orchestrator.server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
