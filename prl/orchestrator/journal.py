@@ -36,7 +36,7 @@ class Journal:
             names.EPOCH: float(membership.epoch),
             **{f"{names.FENCED_PREFIX}{reason}": float(count) for reason, count in membership.reasons.items()},
         }
-        self._metrics.write(values, kind=names.SAMPLERS, labels={"event": words})
+        self._metrics.write(values, kind=names.SAMPLERS, labels={"event": words.partition("\n")[0]})
 
     def trained(self, step: int, train: Mapping[str, float], data: Mapping[str, float], latest: Committed | None) -> None:
         """A step's line: the trainer's values, the preprocessor's under data/, those of the last version that was committed."""
