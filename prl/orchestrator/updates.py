@@ -117,7 +117,6 @@ class WeightUpdater:
         self._session = aiohttp.ClientSession(headers=authorization(token))
         self._connected_epoch = 0
         self._update: Update | None = None
-        self._arming = False
         self._manned = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -147,23 +146,24 @@ class WeightUpdater:
             raise ValueError(f"version {version} waits for the samplers to start, for {self._start_s:.0f} s already")
         end = time.monotonic() + self._options.update_s + self._options.group_s
         nobody = {"epoch": self._desk.membership.epoch, "world_size": 0, "send": False}
-        if not await self._changed.until(lambda: self._update is None and not self._arming, self._options.update_s):
+        if not await self._changed.until(lambda: self._update is None, self._options.update_s):
             log.warning("version %s is not sent: %s is still under way", version, self.under_way)
             return nobody
-        self._arming = True
+        armed = False
         try:
             while (group := self._desk.group) and time.monotonic() < end:
-                update = Update(version, self._desk.membership.epoch, group, time.monotonic())
-                if await self._arm(update, body):
-                    self._update = update
+                update = self._update = Update(version, self._desk.membership.epoch, group, time.monotonic())
+                armed = await self._arm(update, body)
+                if armed:
                     self._start(self._finish(update), f"commit {version}")
                     return {"epoch": update.epoch, "world_size": _world_size(group), "send": True}
         except UpdateError as error:
             self._on_error(error)
             raise ValueError(str(error)) from error
         finally:
-            self._arming = False
-            self._changed.ring()
+            if not armed:
+                self._update = None
+                self._changed.ring()
         log.warning("version %s is not sent: there is no sampler to send it to", version)
         return nobody
 

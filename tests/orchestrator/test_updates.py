@@ -400,6 +400,21 @@ def test_an_error_without_anyone_to_blame_builds_another_group_and_the_third_end
     run(scenario)
 
 
+def test_an_error_that_comes_before_all_are_armed_is_not_lost():
+    async def scenario(rig):
+        rig.samplers[2].does = {"receive": STANDS_STILL}
+        offer = asyncio.create_task(rig.offer())
+        await rig.samplers[2].asked("receive")
+        rig.epoch = 3
+        await rig.updater.staged({**rig.which(4), "replica": 0, "worker": 0, "error": "no store"})
+        rig.desk.fence(2, "silent", "sampler 2 was silent")
+        assert (await offer)["epoch"] == 4  # another group, in which all begins anew
+        await rig.updater.staged({**rig.which(4), "replica": 0, "worker": 0, "error": "no store"})
+        assert "no store" in (await rig.updater.sending(rig.which(4)))["broken"]
+
+    run(scenario)
+
+
 def test_samplers_that_do_not_come_to_the_building_of_the_group_are_named_by_their_rank():
     async def scenario(rig):
         await rig.offer()
