@@ -34,7 +34,13 @@ class Gsm8kOptions:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    _checked(options)
+    """Of the files only the first row is read."""
+    settings = _checked(options)
+    for path in (*settings.paths, *settings.evaluate_paths):
+        row = next(iter(read_rows(Path(path))), None)
+        if row is None:
+            raise DomainError(f"{path}: has no rows; give a file with problems, or leave it out")
+        _problem(row, f"{path}, row 0", settings, dataset="")
 
 
 def has_held_out(options: Mapping[str, Any]) -> bool:

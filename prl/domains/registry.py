@@ -3,7 +3,8 @@
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -14,6 +15,7 @@ from prl.domains.api import DomainError, GenerateRollout, Problem, ScoreGroup
 from prl.runfolder.model import has_chat_template
 
 MATHEMATICS = "math_verify"  # what the verifier's workers import
+RAISED = (Exception, SystemExit)  # by a domain's own code, which may try to end the program
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Domain:
     check_options: Callable[[Mapping[str, Any]], None] | None
     has_held_out: Callable[[Mapping[str, Any]], bool] | None
     needs_verifier: bool
+    module: str = ""  # whole name
 
 
 def find_domain(name: str) -> Domain:
@@ -49,6 +52,7 @@ def find_domain(name: str) -> Domain:
         check_options=getattr(module, "check_options", None),
         has_held_out=getattr(module, "has_held_out", None),
         needs_verifier=bool(getattr(module, "NEEDS_VERIFIER", False)),
+        module=module.__name__,
     )
 
 
@@ -56,7 +60,8 @@ def check_domain(name: str, options: Mapping[str, Any]) -> Domain:
     """The domain. Raises DomainError where it is not there, or refuses the options. Loads no problems."""
     domain = find_domain(name)
     if domain.check_options is not None:
-        domain.check_options(options)
+        with _told(f"domain {name}: check_options failed"):
+            domain.check_options(options)
     return domain
 
 
@@ -64,14 +69,21 @@ def domain_problems(config: Config) -> list[str]:
     """A line for each thing that keeps a run from starting with its domains: modules, options, and what they need of the run.
     Loads no problems."""
     problems, checked, held_out = [], True, False
+    numbers: dict[str, int] = {}  # by module
     for number, entry in enumerate(config.domains):
         try:
             domain = check_domain(entry.name, entry.options)
-            held_out = held_out or domain.has_held_out is None or domain.has_held_out(entry.options)
+            held_out = _has_held_out(domain, entry.options) or held_out
         except DomainError as error:
             problems.append(f"domains[{number}]: {error}")
             checked = False
             continue
+        first = numbers.setdefault(domain.module, number)
+        if first != number and config.domains[first].name != entry.name:  # equal names are told by prl.config.checks
+            problems.append(
+                f"domains[{number}].name = {entry.name}: is the task of domains[{first}], {config.domains[first].name}; name a "
+                f"task once, with all its data and its weight"
+            )
         if domain.needs_verifier and not config.verifier.processes:
             problems.append(f"verifier.processes = 0: domain {entry.name} needs the verifier; set at least 1")
         if domain.needs_verifier and config.cluster.nodes is None and find_spec(MATHEMATICS) is None:
@@ -94,6 +106,24 @@ def domain_problems(config: Config) -> list[str]:
     return problems
 
 
+def _has_held_out(domain: Domain, options: Mapping[str, Any]) -> bool:
+    if domain.has_held_out is None:
+        return True
+    with _told(f"domain {domain.name}: has_held_out failed"):
+        return domain.has_held_out(options)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Whatever a domain's own function raises becomes a DomainError."""
+    try:
+        yield
+    except DomainError:
+        raise
+    except RAISED as error:
+        raise DomainError(f"{what}: {type(error).__name__}: {error}") from error
+
+
 def _asks_for_chat(domain: Domain) -> bool:
     """Whether the domain's module, as it is written, uses the chat template."""
     try:
@@ -107,7 +137,7 @@ def load_split(domain: Domain, options: Mapping[str, Any], split: str, seed: int
     train on."""
     try:
         problems = domain.load_problems(options, split, seed)
-    except Exception as error:
+    except RAISED as error:
         words = str(error) if isinstance(error, DomainError) else f"{type(error).__name__}: {error}"
         raise DomainError(f"domain {domain.name}: load_problems failed (split {split}): {words}") from error
     if not isinstance(problems, Sequence) or not all(isinstance(problem, Problem) for problem in problems):
@@ -122,7 +152,7 @@ def _import(name: str) -> Any:
     for candidate in (own, name) if all(part.isidentifier() for part in name.split(".")) else ():
         try:
             return importlib.import_module(candidate)
-        except Exception as error:
+        except RAISED as error:
             if isinstance(error, ModuleNotFoundError) and f"{candidate}.".startswith(f"{error.name}."):
                 continue  # the module itself is not there, or a package that it would be in
             raise DomainError(f"domain {name}: importing {candidate} failed: {type(error).__name__}: {error}") from error

@@ -55,7 +55,7 @@ def read_weights(folder: Path, model: ModelConfig) -> Iterator[tuple[str, Sliced
             missing.append(name)
             continue
         used.add(held)
-        tensor = opened[files[held]].get_slice(held)  # type: ignore[no-untyped-call]
+        tensor = opened[files[held]].get_slice(held)
         whole = shape if part is None else (model.experts, (2 if "gate_up" in held else 1) * shape[0], shape[1])
         if tuple(tensor.get_shape()) != whole:
             misshapen.append(f"{held} is {tensor.get_shape()}, not {list(whole)}")

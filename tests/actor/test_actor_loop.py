@@ -405,7 +405,7 @@ def test_an_actor_that_has_no_room_hears_at_once_that_a_step_waits(run):
 
 
 def domain_of(generate_rollout, score_group=None):
-    domain = Domain("digits", __name__, lambda *_: [], generate_rollout, score_group, None, None, needs_verifier=False)
+    domain = Domain("digits", lambda *_: [], generate_rollout, score_group, None, None, needs_verifier=False)
     return {"digits": Task(domain, Context(None, None), [Problem({})] * 100, [])}
 
 

@@ -35,6 +35,7 @@ HEAVY = ("torch", "vllm", "megatron", "transformers")
 def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text(CONFIG)
+    Path("../rows.jsonl").write_text('{"problem": "Two and two?", "answer": 4}\n')
     return tmp_path
 
 
@@ -93,15 +94,15 @@ def test_dry_run_tells_what_a_trainer_rank_needs_and_refuses_what_it_has_not(con
         (["c.yaml", "--nodes", "2", "--set", "cluster.sbatch.output=x"], "cluster.sbatch.output: is set by prl-submit"),
         (["c.yaml", "--set", "domains=[{name: digitz}]"], "there is no domain digitz"),
         (
-            ["c.yaml", "--set", "domains=[{name: gsm8k, options: {paths: [c.yaml]}}]"],
+            ["c.yaml", "--set", "domains=[{name: gsm8k, options: {paths: [../rows.jsonl]}}]"],
             "verifier.processes = 0: domain gsm8k needs the verifier; set at least 1",
         ),
         (
-            ["c.yaml", "--set", "domains=[{name: gsm8k, options: {paths: [c.yaml]}}]", "run.evaluate_every_steps=5"],
+            ["c.yaml", "--set", "domains=[{name: gsm8k, options: {paths: [../rows.jsonl]}}]", "run.evaluate_every_steps=5"],
             "run.evaluate_every_steps = 5: no domain has held-out problems",
         ),
         (
-            ["c.yaml", "--set", "domains=[{name: gsm8k, options: {paths: [c.yaml]}}]"],
+            ["c.yaml", "--set", "domains=[{name: gsm8k, options: {paths: [../rows.jsonl]}}]"],
             "the model has none: set model.tokenizer: bytes",
         ),
         (["/dev/null"], "/dev/null: is no regular file"),
@@ -119,7 +120,7 @@ def test_bad_input_is_refused_before_anything_is_written(config, capsys, argumen
 
 def test_what_checks_mathematics_must_be_there_where_it_runs(config, capsys, monkeypatch):
     monkeypatch.setattr(registry, "MATHEMATICS", "no_module_of_this_name")
-    gsm8k = ["verifier.processes=1", "model.tokenizer=bytes", "domains=[{name: gsm8k, options: {paths: [c.yaml]}}]"]
+    gsm8k = ["verifier.processes=1", "model.tokenizer=bytes", "domains=[{name: gsm8k, options: {paths: [../rows.jsonl]}}]"]
     assert submit.main(["c.yaml", "--dry-run", "--set", *gsm8k]) == 2
     assert "no_module_of_this_name, which is not installed here: pip install math-verify" in capsys.readouterr().err
     assert submit.main(["c.yaml", "--dry-run", "--nodes", "3", "--set", *gsm8k]) == 0  # the nodes have their own
@@ -146,7 +147,7 @@ def test_a_dry_run_without_model_and_data_shows_the_plan_and_says_which_keys_to_
     assert "8 nodes, a heterogeneous Slurm job" in said.out
     keys = ["model.path", "domains[0].options.paths", "domains[0].options.evaluate_paths"]
     assert [line.split()[2] for line in said.err.splitlines()] == keys
-    (tmp_path / "here.jsonl").touch()
+    (tmp_path / "here.jsonl").write_text('{"problem": "Two and two?", "answer": 4}\n')
     submit.main([*qwen, "--set", *(f"{key}=[here.jsonl]" for key in keys[1:])])  # the keys as they were spelt
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("prl-submit: error: model.path = ")
@@ -392,7 +393,8 @@ def test_ctrl_c_ends_the_run_in_order(config, number):
     out = process.communicate(timeout=30)[0]
     assert process.returncode == 130
     assert "Ctrl-C: ending the run" in out if number == signal.SIGINT else "SIGTERM: ending the run" in out
-    assert f"cancelled; the run's folder is {config}/runs/one" in out
+    assert f"cancelled\nrun folder: {config}/runs/one\n" in out
+    assert "go on with" not in out  # there is no checkpoint
     assert (config / "runs/one/ended in order").exists()
 
 

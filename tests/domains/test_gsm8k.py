@@ -82,17 +82,58 @@ def test_bad_options(questions, options, words):
         gsm8k.check_options({"paths": [str(questions)], **options})
 
 
-def test_bad_files(tmp_path):
-    for name, content, words in (
-        ("a.jsonl", '{"question": "x"}\n', "row 0: expected the columns"),
-        ("b.jsonl", "{", "not readable as .jsonl"),
-        ("c.parquet", "PAR", "not readable as .parquet"),
-        ("d.csv", "x", "expected a file ending in"),
-        ("e.jsonl", '{"problem": "x", "answer": " "}', "the answer is empty"),
-    ):
-        (tmp_path / name).write_text(content)
+def cut_gzip(rows):
+    return gzip.compress("".join(f'{{"problem": "{n}", "answer": {n}}}\n' for n in range(rows)).encode())[:-20]
+
+
+BAD_FILES = [
+    (
+        "a.jsonl",
+        b'{"question": "x"}\n',
+        "a.jsonl, row 0: expected the columns problem .or question. and answer; found question",
+    ),
+    ("b.jsonl", b"{", "b.jsonl: not readable as .jsonl"),
+    ("c.parquet", b"PAR", "c.parquet: not readable as .parquet"),
+    ("d.md", b"x", "d.md: expected a file ending in .parquet, .jsonl or .jsonl.gz"),
+    ("e.jsonl", b'{"problem": "x", "answer": " "}', "the answer is empty"),
+    ("f.jsonl", b'{"problem": 3, "answer": 1}', "row 0: expected the columns"),
+    ("g.jsonl", b"\n[1, 2]\n", "g.jsonl: not readable as .jsonl: line 2 is no object"),
+    ("h.jsonl.gz", b"no gzip", "h.jsonl.gz: not readable as .gz: Not a gzipped file"),
+    ("i.jsonl.gz", cut_gzip(1), "i.jsonl.gz: not readable as .gz: Compressed file ended"),
+    ("j.jsonl", b"\xff\xfe", "j.jsonl: not readable as .jsonl: 'utf-8'"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), BAD_FILES)
+def test_bad_files_are_refused_before_a_run_and_when_they_are_read(tmp_path, questions, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DomainError, match=words):
+        load(tmp_path / name)
+    for options in ({"paths": [str(questions), str(tmp_path / name)]}, {"evaluate_paths": str(tmp_path / name)}):
         with pytest.raises(DomainError, match=words):
-            load(tmp_path / name)
+            gsm8k.check_options({"paths": [str(questions)], **options})
+
+
+def test_files_without_rows_and_columns_of_parquet_are_checked_before_a_run(tmp_path, questions):
+    pyarrow.parquet.write_table(
+        pa.table({"problem": pa.array([], pa.string()), "answer": ["1"][:0]}), tmp_path / "none.parquet"
+    )
+    pyarrow.parquet.write_table(pa.table({"prompt": ["x"], "answer": ["1"]}), tmp_path / "other.parquet")
+    (tmp_path / "none.jsonl").write_text("\n\n")
+    for name, words in (
+        ("none.parquet", "none.parquet: has no rows; give a file with problems, or leave it out"),
+        ("none.jsonl", "none.jsonl: has no rows"),
+        ("other.parquet", "other.parquet, row 0: expected the columns .*; found prompt, answer"),
+    ):
+        with pytest.raises(DomainError, match=words):
+            gsm8k.check_options({"paths": [str(questions), str(tmp_path / name)]})
+
+
+def test_damage_behind_the_first_row_is_told_when_it_is_read(tmp_path):
+    (tmp_path / "cut.jsonl.gz").write_bytes(cut_gzip(10_000))
+    gsm8k.check_options({"paths": [str(tmp_path / "cut.jsonl.gz")]})
+    with pytest.raises(DomainError, match=r"cut.jsonl.gz: not readable as .gz: Compressed file ended"):
+        load(tmp_path / "cut.jsonl.gz")
 
 
 class Letters:

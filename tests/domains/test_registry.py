@@ -1,9 +1,13 @@
+import dataclasses
 import sys
 
 import pytest
 
+from prl.config.load import replace
+from prl.config.schema import Config
 from prl.domains.api import DomainError
-from prl.domains.registry import check_domain, find_domain, load_split
+from prl.domains.options import DomainOptions
+from prl.domains.registry import check_domain, domain_problems, find_domain, load_split
 
 WHOLE = """
 from prl.domains.api import Problem
@@ -63,6 +67,7 @@ def test_unknown_names(module, name):
         (WHOLE + "\ndef score_group(p, r, c): pass", "score_group must be an `async def`"),
         ("import module_that_is_not_there", "importing mytasks.broken failed: ModuleNotFoundError.*module_that_is_not_there"),
         ("1 / 0", "importing mytasks.broken failed: ZeroDivisionError"),
+        ("import sys; sys.exit(0)", "importing mytasks.broken failed: SystemExit: 0"),
     ],
 )
 def test_incomplete_modules(module, text, words):
@@ -86,3 +91,24 @@ def test_problems_must_be_problems(module):
     name = module("odd", "def load_problems(o, split, s): return ['x']\nasync def generate_rollout(p, s, c): pass")
     with pytest.raises(DomainError, match="sequence of Problem"):
         load_split(find_domain(name), {}, "train", 1)
+
+
+@pytest.mark.parametrize("function", ["check_options", "has_held_out"])
+@pytest.mark.parametrize(("raised", "words"), [("KeyError(1)", "KeyError: 1"), ("SystemExit(0)", "SystemExit: 0")])
+def test_whatever_a_domains_checks_raise_is_told(module, function, raised, words):
+    name = module("raising", WHOLE + f"\ndef {function}(options): raise {raised}")
+    config = dataclasses.replace(Config(), domains=(DomainOptions(name=name),))
+    assert domain_problems(config) == [f"domains[0]: domain {name}: {function} failed: {words}"]
+
+
+def test_a_domain_that_ends_the_program_while_it_loads_is_told(module):
+    name = module("ending", WHOLE.replace("    return [", "    raise SystemExit(0); return [", 1))
+    with pytest.raises(DomainError, match=rf"domain {name}: load_problems failed \(split train\): SystemExit: 0"):
+        load_split(find_domain(name), {}, "train", 1)
+
+
+def test_a_task_under_two_names_is_one_task():
+    config = replace(Config(), model={"init": "random", "architecture": "qwen2"})
+    names = ("digits", "prl.domains.digits")
+    (line,) = domain_problems(dataclasses.replace(config, domains=tuple(DomainOptions(name=name) for name in names)))
+    assert line.startswith("domains[1].name = prl.domains.digits: is the task of domains[0], digits; name a task once")

@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from trainer_data import VOCABULARY
 from transformers import AutoModelForCausalLM
 
-from prl.config.hf_config import UnsupportedModelError, read_model_config
+from prl.config.hf_config import UnsupportedModelError, model_config, new_model_config, read_model_config
 from prl.runfolder.manifest import Manifest, part_of, write_manifest
 from prl.runfolder.paths import RunFolder
 from prl.trainer.export import export_checkpoint
 from prl.trainer.hf_folder import read_weights, write_folder
+from prl.trainer.options import ModelOptions
 from prl.trainer.table import random_weights
 
 WORKER = Path(__file__).with_name("families_worker.py")
@@ -357,8 +358,13 @@ def test_a_folder_that_does_not_fit_its_config(families, tmp_path, change, words
         list(read_weights(tmp_path, read_model_config(families.folder / "qwen3_moe")))
 
 
-def test_a_file_of_weights_that_cannot_be_read_is_named(families, tmp_path):
-    whole = families.folder / "qwen3" / "model.safetensors"
-    (tmp_path / "model.safetensors").write_bytes(whole.read_bytes()[:1000])
-    with pytest.raises(UnsupportedModelError, match=rf"^{tmp_path}/model\.safetensors cannot be read: .*; download it again$"):
-        list(read_weights(tmp_path, read_model_config(families.folder / "qwen3")))
+def test_a_file_of_weights_that_cannot_be_read_is_named(tmp_path):
+    model = model_config(new_model_config(ModelOptions(init="random", architecture="qwen3"), end=0, pad=0))
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "whole.safetensors")
+    cut, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    cut.write_bytes((tmp_path / "whole.safetensors").read_bytes()[:-1])
+    with pytest.raises(UnsupportedModelError, match=rf"^{cut} cannot be read: .*; download it again$"):
+        list(read_weights(tmp_path, model))
+    index.write_text('{"weight_map": {"model.norm.weight": "absent.safetensors"}}')
+    with pytest.raises(UnsupportedModelError, match=rf"^{tmp_path}/absent.safetensors cannot be read: "):
+        list(read_weights(tmp_path, model))
