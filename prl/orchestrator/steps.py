@@ -156,7 +156,8 @@ class StepDesk:
         events = self._dispatcher.trained(step, entry.trained)
         self._rollouts.forget()
         await self._record(events)
-        self.finishing = self._on_trained(step, body["metrics"], entry.metrics) or self.finishing
+        data = {**body["data"], **entry.metrics}  # the file's own; of one made in this attempt, its making too
+        self.finishing = self._on_trained(step, body["metrics"], data) or self.finishing
         self._bell.ring()
         return {"stop": self.finishing, "save": self._save_now(step)}
 

@@ -59,7 +59,6 @@ class Built:
 
     trained: list[RolloutId]
     discarded: list[tuple[RolloutId, str]]
-    metrics: dict[str, float]
     seconds: float
 
 
@@ -85,9 +84,14 @@ class Builder:
         groups = read_members(order, self._read, settings.options)
         made = build_step(groups, order.moment, settings.options, settings.data_parallel_size)
         self._encoded[step] = encode_step(
-            made.microbatches, made.facts, run=settings.run, attempt=settings.attempt, sequence=sequence
+            made.microbatches,
+            made.facts,
+            run=settings.run,
+            attempt=settings.attempt,
+            sequence=sequence,
+            metrics=made.metrics,
         )
-        return Built(made.trained, made.discarded, made.metrics, time.perf_counter() - started)
+        return Built(made.trained, made.discarded, time.perf_counter() - started)
 
     def publish(self, step: int) -> PublishedStep:
         started = time.perf_counter()

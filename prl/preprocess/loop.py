@@ -256,8 +256,7 @@ class _Loop:
         last = job.order.last
         opened_s = self._opened_s.pop(job.step, last.announced_s)
         discarded = self._count_dropped(built.discarded)
-        metrics = {
-            **built.metrics,
+        metrics = {  # what the file itself cannot say
             "held_back_s": max(0.0, opened_s - last.announced_s),
             "ready_s": now_s - max(opened_s, last.announced_s),
             "heard_s": last.heard_s - last.announced_s,

@@ -87,14 +87,21 @@ async def replay(child: Child, client: ControlClient, data_parallel_size: int) -
                 "checksum": file.checksum,
                 "trained": [],
                 "discarded": [],
-                "metrics": made.metrics,
+                "metrics": {},
             }
             await client.call("step_file", announcement, deadline_s=wait_s, reason=f"announcing step {number}")
 
 
 def _write(child: Child, made: Step, sequence: int) -> StreamFile:
-    run = child.config.run.name
-    return write_step(child.run.steps, made.microbatches, made.facts, run=run, attempt=child.attempt, sequence=sequence)
+    return write_step(
+        child.run.steps,
+        made.microbatches,
+        made.facts,
+        run=child.config.run.name,
+        attempt=child.attempt,
+        sequence=sequence,
+        metrics=made.metrics,
+    )
 
 
 def _read(file: StreamFile) -> dict[tuple[int, int], Group]:

@@ -2,8 +2,9 @@
 a micro-batch lies in one piece and becomes a numpy view. The header deals micro-batches to data-parallel ranks by tokens."""
 
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from prl.streams.files import (
     publish_arrow,
     read_checked,
 )
-from prl.streams.records import MicroBatch, StepFacts
+from prl.streams.records import NO_METRICS, MicroBatch, StepFacts
 from prl.streams.routings import ROUTINGS, SHAPE, from_values, shape_in, shape_of, to_column
 
 KIND = "step"
@@ -52,6 +53,8 @@ SCHEMA = pa.schema(
     ]
 )
 _STEM = re.compile(r"step_(\d+)")
+_METRIC = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_MOST_METRICS_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +66,26 @@ class EncodedStep:
     data: Encoded
 
 
-def encode_step(microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: str, attempt: int, sequence: int) -> EncodedStep:
+def encode_step(
+    microbatches: Sequence[MicroBatch],
+    facts: StepFacts,
+    *,
+    run: str,
+    attempt: int,
+    sequence: int,
+    metrics: Mapping[str, float] = NO_METRICS,
+) -> EncodedStep:
     """`sequence` rises with every file of this writer (from `files.next_sequence(folder)` on): of two files of one step the
-    later one holds. Raises StreamError where the micro-batches contradict themselves or the facts."""
+    later one holds. `metrics`: the step's figures (data/*, without the prefix), for whoever trains it, however often; those
+    that are not finite are left out. Raises StreamError where the micro-batches contradict themselves or the facts."""
     if facts.microbatches != len(microbatches):
         raise StreamError(f"step {facts.step} with {len(microbatches)} micro-batches has the facts {facts}")
     for number, microbatch in enumerate(microbatches):
         _check(microbatch, f"step {facts.step}, micro-batch {number}")
     header = Header(KIND, run, attempt, "preprocess", sequence)
     tokens = [len(m.tokens) for m in microbatches]
-    more = {"prl.facts": json.dumps(asdict(facts)), "prl.tokens": json.dumps(tokens)}
+    finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    more = {"prl.facts": json.dumps(asdict(facts)), "prl.tokens": json.dumps(tokens), "prl.metrics": json.dumps(finite)}
     schema = SCHEMA
     routed = shape_of([m.routings for m in microbatches])
     if routed:
@@ -88,10 +101,18 @@ def publish_step(folder: Path, encoded: EncodedStep) -> StreamFile:
 
 
 def write_step(
-    folder: Path, microbatches: Sequence[MicroBatch], facts: StepFacts, *, run: str, attempt: int, sequence: int
+    folder: Path,
+    microbatches: Sequence[MicroBatch],
+    facts: StepFacts,
+    *,
+    run: str,
+    attempt: int,
+    sequence: int,
+    metrics: Mapping[str, float] = NO_METRICS,
 ) -> StreamFile:
     """Encode and publish."""
-    return publish_step(folder, encode_step(microbatches, facts, run=run, attempt=attempt, sequence=sequence))
+    encoded = encode_step(microbatches, facts, run=run, attempt=attempt, sequence=sequence, metrics=metrics)
+    return publish_step(folder, encoded)
 
 
 def find_steps(folder: Path) -> dict[int, StreamFile]:
@@ -122,13 +143,29 @@ def open_step(where: object, data: pa.Buffer, run: str | None) -> "StepFile":
     counts = (facts.step, facts.trained_tokens, facts.samples, facts.microbatches)
     if any(type(n) is not int or n < 0 for n in counts) or type(facts.denominator) not in (int, float):
         raise StreamError(f"{where}: its header speaks of {facts}")
+    metrics = _metrics(where, opened.metadata.get(b"prl.metrics", b"{}"))
     if facts.microbatches != len(batches):
         raise StreamError(f"{where}: {len(batches)} micro-batches, its header speaks of {facts.microbatches}")
     for number, batch in enumerate(batches):
         _check_lists(batch, f"{where}, micro-batch {number}")
     if tokens != [len(batch.column("tokens").values) for batch in batches]:
         raise StreamError(f"{where}: its header deals other micro-batches than it holds")
-    return StepFile(where, opened.header, facts, tokens, batches, routed)
+    return StepFile(where, opened.header, facts, tokens, batches, routed, metrics)
+
+
+def _metrics(where: object, text: bytes) -> Mapping[str, float]:
+    """The figures in a header, which go into the run's metrics as they are."""
+    try:
+        found = json.loads(text) if len(text) <= _MOST_METRICS_BYTES else None
+    except (ValueError, RecursionError) as error:
+        raise StreamError(f"{where}: its header's metrics are no JSON ({error})") from error
+    if not isinstance(found, dict) or not all(
+        _METRIC.fullmatch(name) and type(value) is float and math.isfinite(value) for name, value in found.items()
+    ):
+        raise StreamError(
+            f"{where}: its header's metrics are no finite numbers with names (at most {_MOST_METRICS_BYTES} bytes)"
+        )
+    return found
 
 
 def _check_lists(batch: pa.RecordBatch, where: str) -> None:
@@ -157,12 +194,14 @@ class StepFile:
         tokens: list[int],
         batches: list[pa.RecordBatch],
         routed: tuple[int, int] | None,
+        metrics: Mapping[str, float],
     ) -> None:
         self.where = where
         self.header = header
         self.facts = facts
         self.tokens = tokens  # of each micro-batch
         self.batches = batches  # one a micro-batch
+        self.metrics = metrics  # data/*, without the prefix; empty where the writer knew none
         self._routed = routed  # layers, experts a token; None: nothing is known of experts
 
     def deal(self, data_parallel_size: int) -> list[list[int]]:

@@ -127,7 +127,7 @@ def _train(
         if leader:
             answer = client.call(
                 "trained",
-                {"step": step, "metrics": metrics},
+                {"step": step, "metrics": metrics, "data": dict(data.metrics)},
                 deadline_s=child.config.control.wait_s,
                 reason=f"step {step} is done",
             )

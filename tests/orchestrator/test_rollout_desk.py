@@ -11,7 +11,7 @@ from prl.flow.events import LedgerEvent, to_discard_rows, to_rows
 from prl.flow.ids import Lease
 from prl.flow.versions import Version
 from prl.orchestrator.rollouts import RolloutDesk
-from prl.orchestrator.steps import StepDesk
+from prl.orchestrator.steps import StepDesk, StepEntry
 
 
 @dataclass
@@ -64,9 +64,9 @@ class Desks:
         answer = await self.call("next_rollouts", {"after": after})
         return [announcement["path"] for announcement in answer["announcements"]], answer["cursor"]
 
-    async def step(self, step, *leases, discarded=()):
+    async def step(self, step, *leases, discarded=(), metrics=None):
         trained = to_rows([i for lease in leases for i in lease.rollout_ids()])
-        body = {"step": step, "path": "", "bytes": 1, "checksum": "", "metrics": {}}
+        body = {"step": step, "path": "", "bytes": 1, "checksum": "", "metrics": metrics or {}}
         await self.call("step_file", {**body, "trained": trained, "discarded": to_discard_rows(discarded)})
 
 
@@ -78,13 +78,33 @@ def test_announcements_are_forgotten_and_cursors_stay_valid():
             await desks.announce(lease)
         assert await desks.read(0) == ([f"f{k}" for k in range(1, 7)], 6)
         await desks.step(1, *leases[:4], discarded=[(i, "filtered") for i in leases[4].rollout_ids()])
-        await desks.call("trained", {"step": 1, "metrics": {}})
+        await desks.call("trained", {"step": 1, "metrics": {}, "data": {}})
         assert await desks.read(0) == (["f6"], 6)
         (more,) = await desks.lease(1)
         await desks.announce(more, leases[0])
         assert await desks.read(6) == (["f7"], 7)
         assert await desks.read(2) == (["f6", "f7"], 7)
         assert desks.rollouts.cursors() == {"w": 7}
+
+    asyncio.run(scenario())
+
+
+def test_a_trained_step_has_the_figures_of_its_file_whoever_made_it():
+    """An earlier attempt's file, which nobody announces, and one of this attempt."""
+
+    async def scenario():
+        desks, told = Desks(), []
+        earlier = StepEntry({"step": 1, "path": "f", "bytes": 1, "checksum": ""}, ())
+        desks.steps = StepDesk(
+            desks.dispatcher, desks.rollouts, desks.record, desks.bell, trained=0, forks={}, lineage=0, waiting=(earlier,),
+            on_trained=lambda step, train, data: told.append((step, train, data)), save_now=lambda step: False,
+        )  # fmt: skip
+        leases = await desks.lease(4)
+        await desks.announce(*leases)
+        await desks.step(2, *leases, metrics={"ready_s": 0.5})
+        await desks.call("trained", {"step": 1, "metrics": {"loss": 3.0}, "data": {"rollouts": 16.0}})
+        await desks.call("trained", {"step": 2, "metrics": {"loss": 2.0}, "data": {"rollouts": 8.0}})
+        assert told == [(1, {"loss": 3.0}, {"rollouts": 16.0}), (2, {"loss": 2.0}, {"rollouts": 8.0, "ready_s": 0.5})]
 
     asyncio.run(scenario())
 

@@ -127,7 +127,9 @@ class World:
             assert data.facts.step == step
             assert data.facts.samples == 4
             self.dispatcher.committed(Version(0, step))
-            await client.call("trained", {"step": step, "metrics": {}}, deadline_s=60, reason="test")
+            await client.call(
+                "trained", {"step": step, "metrics": {}, "data": dict(data.metrics)}, deadline_s=60, reason="test"
+            )
         self.rollouts.ended = True
         self.server.stopping = True
         self.bell.ring()

@@ -100,6 +100,8 @@ def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tm
     result = audit(folder.path)
     assert result.passed, render(result)
     assert (result.ended, result.trained) == ("done", steps * 512)
+    report = subprocess.run([SUBMIT.with_name("prl-report"), folder.path, "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(report.stdout)["rollouts"] == steps * 512  # those trained again from their step files too
 
 
 def wait_for_samplers(process: subprocess.Popen, folder: RunFolder, condition: Callable[[Event], bool]) -> Event:

@@ -28,7 +28,7 @@ def test_a_replay_has_the_losses_of_the_original(quickstart, tmp_path, source):
     assert [event.step for event in events] == list(range(1, STEPS + 1))
     for event, original in zip(events, quickstart.events("step", attempt=1), strict=False):
         assert event.step == original.step
-        for name in ("train/loss", "train/grad_norm", "train/entropy"):
+        for name in ("train/loss", "train/grad_norm", "train/entropy", "data/reward_mean", "data/rollouts"):
             assert event.values[name] == pytest.approx(original.values[name], abs=1e-6, rel=1e-6), (event.step, name)
     logs = {path.name for path in replayed.folder.logs(1).glob("*.log")}
     assert {"trainer-0.log", "trainer-1.log"} <= logs

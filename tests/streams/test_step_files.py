@@ -1,5 +1,7 @@
 """Step files: round trip, dealing to ranks, discovery."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,31 @@ def test_round_trip(tmp_path, reference):
         assert_same(file.microbatch(number), microbatch)
         assert not file.microbatch(number).tokens.flags.owndata
     assert file.rollout_ids() == sorted({i for m in made for i in m.rollouts})
+
+
+def test_the_figures_of_a_step_are_read_back(tmp_path):
+    made, facts = make_step(np.random.default_rng(0), 7, 2)
+    metrics = {"reward_mean": 0.1, "rollouts": 16, "reward_std": float("nan")}
+    file = write_step(tmp_path, made, facts, run="run", attempt=1, sequence=0, metrics=metrics)
+    assert read_step(file.path, file.bytes, file.checksum).metrics == {"reward_mean": 0.1, "rollouts": 16.0}
+    file = write_step(tmp_path, made, facts, run="run", attempt=1, sequence=1)
+    assert read_step(file.path, file.bytes, file.checksum).metrics == {}
+
+
+NAMES = [{"a/b": 1.0}, {"": 1.0}, {"A": 1.0}, {"a" * 65: 1.0}, {f"a{n}": 1.0 for n in range(2000)}]
+TEXTS = ["{", "[]", "[" * 9999, '{"a": NaN}', '{"a": 1e999}', '{"a": "1"}', '{"a": true}', f'{{"a": 1{"0" * 400}}}']
+
+
+@pytest.mark.parametrize("metrics", [*NAMES, *TEXTS], ids=lambda metrics: str(metrics)[:20])
+def test_other_figures_are_refused(tmp_path, monkeypatch, metrics):
+    made, facts = make_step(np.random.default_rng(0), 7, 2)
+    if isinstance(metrics, str):
+        dumped = json.dumps
+        monkeypatch.setattr(json, "dumps", lambda value: metrics if value == {"put": 1.0} else dumped(value))
+    given = {"put": 1.0} if isinstance(metrics, str) else metrics
+    file = write_step(tmp_path, made, facts, run="run", attempt=1, sequence=0, metrics=given)
+    with pytest.raises(StreamError, match="its header's metrics are no"):
+        read_step(file.path, file.bytes, file.checksum)
 
 
 def test_any_number_of_ranks_deals_the_same_micro_batches(tmp_path):

@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,16 @@ class Run:
     versions: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # what the sampler got, by lineage:step
     digests: dict[str, str] = field(default_factory=dict)  # what the trainer said it sent
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    data: dict[int, dict[str, float]] = field(default_factory=dict)
     checkpoints: list[int] = field(default_factory=list)
     exported: list[int] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
     has_samplers: bool = True
     offered: list[str] = field(default_factory=list)  # versions, by lineage:step
+    breaks: str = ""  # a version of whose group a sampler is missing at first
+    resend: int = -1  # a step behind which the trainer is asked for its version once more
+    unsent: list[dict[str, Any]] = field(default_factory=list)  # what the trainer said of transfers that failed
 
 
 @pytest.fixture(scope="module", params=["tensor", pytest.param("stages", marks=pytest.mark.slow)])
@@ -74,7 +79,10 @@ def run(request: pytest.FixtureRequest, model_folders: Path, tmp_path_factory: p
     run = new_run(tmp_path_factory.mktemp("run"), model_folders, replace(TRAIN, **LAYOUTS[request.param]))
     for step in (1, 2, 3):
         with_ids = [_with_ids(without_reference(batch), step) for batch in microbatches()]
-        file = write_step(run.folder.steps, with_ids, facts(step), run=str(run.folder), attempt=1, sequence=step)
+        figures = {"reward_mean": step / 4}
+        file = write_step(
+            run.folder.steps, with_ids, facts(step), run=str(run.folder), attempt=1, sequence=step, metrics=figures
+        )
         run.files[step] = {
             "step": step,
             "path": str(file.path.relative_to(run.folder.path)),
@@ -105,7 +113,7 @@ def _with_ids(batch, step):
 
 async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
     """Start the ranks, answer their calls, and return their exit codes."""
-    sampler: list[SamplerEnd] = []
+    sampler: dict[int, SamplerEnd] = {}  # by epoch
     tasks = []
 
     async def offer(member, body):
@@ -114,18 +122,29 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         if not run.has_samplers:
             return {"epoch": 0, "world_size": 1, "send": False}
 
+        if run.offered[-1] == run.breaks and not run.unsent:
+            return {"epoch": 2, "world_size": 3, "send": True}
+        epoch = 3 if run.unsent else 1
+
         def receive():
-            if not sampler:
-                sampler.append(SamplerEnd(body["master_address"], body["master_port"], 1, 2, 1, 60.0))
+            if epoch not in sampler:
+                sampler[epoch] = SamplerEnd(body["master_address"], body["master_port"], 1, 2, epoch, 60.0)
             specs = from_json(body["tensors"])
             assert sum(spec.bytes for spec in specs) == body["bytes"]
-            return sampler[0].receive(specs, 256 * 2**20)
+            return sampler[epoch].receive(specs, 256 * 2**20)
 
         async def keep():
             run.versions[f"{body['lineage']}:{body['step']}"] = await asyncio.to_thread(receive)
 
         tasks.append(asyncio.create_task(keep()))
-        return {"epoch": 1, "world_size": 2, "send": True}
+        return {"epoch": epoch, "world_size": 2, "send": True}
+
+    async def sending(member, body):
+        return {"broken": "sampler 1 left the group" if body["epoch"] == 2 else ""}
+
+    async def unsent(member, body):
+        run.unsent.append(body)
+        return {}
 
     async def sent(member, body):
         await tasks[-1]
@@ -133,10 +152,14 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         return {}
 
     async def next_step(member, body):
+        if body["step"] == run.resend:
+            run.resend = -1
+            return {"file": None, "send": True, "stop": False}
         return {"file": run.files.get(body["step"]), "stop": False}
 
     async def trained(member, body):
         run.metrics[body["step"]] = body["metrics"]
+        run.data[body["step"]] = body["data"]
         return {"stop": body["step"] >= run.stop_after, "save": body["step"] == run.save_after}
 
     async def checkpoint(member, body):
@@ -153,6 +176,8 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
     handlers = {
         "offer_version": offer,
         "version_sent": sent,
+        "sending": sending,
+        "version_unsent": unsent,
         "next_step": next_step,
         "trained": trained,
         "checkpoint": checkpoint,
@@ -186,7 +211,7 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         for process in processes:
             if process.returncode is None:
                 process.kill()
-        for end in sampler:
+        for end in sampler.values():
             end.close()
         await server.close()
 
@@ -208,6 +233,7 @@ def test_a_run_from_its_start_to_its_export(run, results):
         assert run.metrics[step]["train/loss"] == pytest.approx(float(expected[f"{step}:train/loss"]), abs=1e-6)
         assert run.metrics[step]["train/kl"] == pytest.approx(float(expected[f"{step}:train/kl"]), abs=1e-6)
         assert {"train/wait_s", "train/step_s", "train/send_s", "train/grad_norm"} <= run.metrics[step].keys()
+    assert run.data == {step: {"reward_mean": step / 4} for step in (1, 2, 3)}  # of the step files, for the run's metrics
 
     assert run.checkpoints == [2, 3]
     assert run.exported == [3]
@@ -232,6 +258,24 @@ def test_a_resumed_run_goes_on_as_before_and_a_damaged_step_file_ends_it(run):
     assert run.failures
     assert all("checksum" in failure for failure in run.failures)
     assert np.isfinite(run.metrics[3]["train/grad_norm"])
+
+
+def test_a_group_that_breaks_is_left_and_its_version_sent_again_and_so_is_one_that_is_asked_for(run, model_folders, tmp_path):
+    again = new_run(tmp_path / "again", model_folders, run.train)
+    again.stop_after, again.save_after, again.breaks, again.resend = 2, 9, "0:1", 2
+    for step in (1, 2):
+        again.files[step] = {**run.files[step], "path": str(run.folder.path / run.files[step]["path"])}
+    began = time.monotonic()
+    assert asyncio.run(start_and_serve(again, {})) == [0, 0]
+    assert time.monotonic() - began < 100  # the group would have waited for 120 s
+    assert again.failures == []
+    assert again.offered == ["0:0", "0:1", "0:1", "0:1", "0:2"]  # the second group is whole, and then it is asked for
+    (failure,) = again.unsent
+    assert (failure["step"], failure["epoch"], failure["missing"]) == (1, 2, [])
+    assert "it was left while it was built" in failure["error"]
+    assert list(again.versions) == ["0:0", "0:1", "0:2"]
+    assert again.digests == {label: str(digest(tensors)) for label, tensors in again.versions.items()}
+    assert len(set(again.digests.values())) == 3
 
 
 def test_a_run_without_samplers_trains_from_another_runs_step_files(run, results, model_folders, tmp_path):
