@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prl.cli import console
 from prl.cluster.submission import Submission
-from prl.orchestrator.outcome import CANCELLED, EXIT_CODES, FAILED, Outcome
+from prl.runfolder.outcome import CANCELLED, EXIT_CODES, FAILED, Outcome
 
 FULL_BYTES = 64 * 1024  # less than this is no room for anything
 
@@ -19,7 +19,7 @@ def explain(job: Submission, code: int, cause: str) -> None:
         return
     outcome = CANCELLED if code == EXIT_CODES[CANCELLED] else FAILED
     try:
-        Outcome(outcome, cause, None, code, "", 0, job.submitted, time.time()).write(path)
+        Outcome(outcome, cause, code=code, steps=0, started=job.submitted, ended=time.time()).write(path)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         console.tell(_full(job.run.path) if full else f"{path} cannot be written: {error}")

@@ -1,6 +1,5 @@
 """Live progress of a run, from what it writes: the metrics files and the attempt's exit.json."""
 
-import json
 import sys
 import time
 from collections import deque
@@ -12,6 +11,7 @@ from prl.cli import console
 from prl.config.schema import Config
 from prl.metrics import names
 from prl.metrics.events import Event, EventFollower
+from prl.runfolder.outcome import Outcome, read_outcome
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.plan import PlanError, read_plan
 
@@ -22,15 +22,6 @@ LEAST_SILENCE_S = 6.0  # of theirs that is one
 SILENT = "nothing was heard of the run's orchestrator for {seconds:.0f} s: it may be frozen, or its metrics do not get here"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How an attempt ended: what its exit.json says."""
-
-    outcome: str  # "done", "failed" or "cancelled"
-    cause: str
-    code: int
-
-
 @dataclass
 class Progress:
     """The latest figures of an attempt."""
@@ -39,6 +30,7 @@ class Progress:
     may_end_early: bool = False  # by the reward reached, or as the problems are used up
     phase: str = "starting"
     step: int = 0
+    begins_at: int = 0  # the step of the checkpoint that it goes on from
     reward: float | None = None
     held_out: float | None = None
     lag: float | None = None
@@ -63,7 +55,7 @@ class Progress:
 
     def line(self) -> str:
         if not self.step:
-            return f"step 0/{self.steps}  {self.phase}" + self._figure("  held-out ", self.held_out, ".3f")
+            return f"step {self.begins_at}/{self.steps}  {self.phase}" + self._figure("  held-out ", self.held_out, ".3f")
         seconds, tokens = sum(s for s, _ in self.recent), sum(t for _, t in self.recent)
         line = f"step {self.step}/{self.steps}"
         line += self._figure("  reward ", self.reward, ".3f") + self._figure("  held-out ", self.held_out, ".3f")
@@ -89,8 +81,9 @@ def follow(
 ) -> Outcome | None:
     """Print the attempt's progress until its job has ended: one line that is written over on a terminal, else a line every
     few seconds. `ended(s)` waits up to s seconds for the job's end and says whether it came. Gives what exit.json says,
-    None where the job ended without one."""
+    None where the job ended without one. Raises OutcomeError."""
     follower, progress = EventFollower(run.metrics), Progress(config.run.steps, may_end_early(config))
+    progress.begins_at = max((step for step, _ in run.manifests()), default=0)  # until its plan says it
     overwrite, last, last_at = stream.isatty(), "", float("-inf")
     heard: float | None = None  # of rank 0, on the clock
     planned = False
@@ -118,7 +111,7 @@ def follow(
             last = ""
         if not planned and run.plan(attempt).exists():
             planned = True
-            stream.writelines(f"{words}\n" for words in _refused(run, attempt))
+            stream.writelines(f"warning: {console.printable(words)}\n" for words in _take_plan(run, attempt, progress))
         line = progress.line()
         if line != last and (overwrite or over or clock() - last_at >= PLAIN_LINE_S):
             stream.write(f"\r{line}\x1b[K" if overwrite else f"{line}\n")
@@ -127,7 +120,7 @@ def follow(
         if over:
             if overwrite:
                 stream.write("\n")
-            return read_outcome(run, attempt)
+            return read_outcome(run.exit(attempt))
 
 
 def may_end_early(config: Config) -> bool:
@@ -135,23 +128,14 @@ def may_end_early(config: Config) -> bool:
     return config.run.stop_at_reward is not None or config.run.epochs is not None
 
 
-def _refused(run: RunFolder, attempt: int) -> Sequence[str]:
-    """The checkpoints that the attempt passed over."""
+def _take_plan(run: RunFolder, attempt: int, progress: Progress) -> Sequence[str]:
+    """Where the attempt begins; the checkpoints that it passed over."""
     try:
-        return [f"warning: {console.printable(words)}" for words in read_plan(run.plan(attempt)).refused]
+        plan = read_plan(run.plan(attempt))
     except PlanError as error:
-        return [f"warning: {console.printable(str(error))}"]
-
-
-def read_outcome(run: RunFolder, attempt: int) -> Outcome | None:
-    """The attempt's exit.json, None where there is none. Raises OSError where it is nothing of the kind."""
-    try:
-        found = json.loads(run.exit(attempt).read_text())
-        return Outcome(str(found["outcome"]), str(found["cause"]), int(found["code"]))
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise OSError(f"{run.exit(attempt)}: does not say how the attempt ended ({type(error).__name__}: {error})") from error
+        return [str(error)]
+    progress.begins_at = plan.forks.get(plan.lineage, 0)
+    return plan.refused
 
 
 def _minutes(seconds: float) -> str:

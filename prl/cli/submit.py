@@ -8,6 +8,7 @@ prl-submit configs/quickstart.yaml --replay runs/quickstart --set run.folder=run
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from prl.cli import console
 from prl.cli.ending import explain, full_filesystem
 from prl.cli.interrupts import Cancelled, Interrupts
 from prl.cli.options_text import describe_options
-from prl.cli.progress import Outcome, follow, read_outcome
+from prl.cli.progress import follow
 from prl.cluster import submission
 from prl.cluster.run import ProgramError
 from prl.cluster.slurm import SlurmError, check_slurm
@@ -29,13 +30,17 @@ from prl.config.memory import describe_memory, fullest_rank, gathered_bytes, mic
 from prl.config.resumed import FIXED_KEYS, resume_changes
 from prl.config.schema import Config
 from prl.control.ports import free_port
+from prl.runfolder.logs import log_end
 from prl.runfolder.manifest import newest_manifest
-from prl.runfolder.paths import RunFolder
+from prl.runfolder.outcome import Outcome, OutcomeError, read_outcome
+from prl.runfolder.paths import RunFolder, run_of_attempt
 
 BAD_INPUT = 2
 FAILED = 1
 CANCELLED = 130
 KILLED = "the job's first process was killed before it could say why"
+NOT_BEGUN = "the job ended before its first process began"
+BATCH_LINES = 5  # of what a batch script said
 LOCAL_HOST = "127.0.0.1"  # where the processes of a run without Slurm serve
 
 
@@ -78,7 +83,7 @@ def _main(options: argparse.Namespace, interrupts: Interrupts) -> int:
         for line in str(error).splitlines():
             console.tell(f"prl-submit: error: {console.printable(line)}")
         return BAD_INPUT
-    except (SubmissionError, ProgramError, OSError) as error:
+    except (SubmissionError, ProgramError, OutcomeError, OSError) as error:
         if options.dry_run and isinstance(error, BrokenPipeError):
             raise
         console.tell(f"prl-submit: error: {console.printable(str(error))}")
@@ -151,8 +156,8 @@ def _read_resumed(options: argparse.Namespace) -> tuple[Config, int]:
         raise ConfigError("--resume goes on with a run, --replay begins one; leave out one of them")
     if options.config is not None:
         raise ConfigError(f"--resume takes the configuration from the run itself; leave out {options.config}")
-    whole = RunFolder(folder.path.resolve().parent)
-    if folder.path.resolve() in [whole.attempt(number) for number in whole.attempts()] and whole.config.is_file():
+    whole = run_of_attempt(folder.path)
+    if whole is not None:
         raise ConfigError(f"{named}: is one attempt of a run, and a run folder is wanted: --resume {whole}")
     if not folder.config.is_file():
         raise ConfigError(f"{named}: no run lies there (no {folder.config})")
@@ -257,7 +262,8 @@ def _submit(
         job.cancel(config.control.stop_s)
         if job.kind == "local":
             explain(job, CANCELLED, f"cancelled ({reason}) before the run could say anything")
-        console.tell(f"cancelled; the run's folder is {job.run}")
+        console.tell("cancelled")
+        _tell_how_to_go_on(job.run)
         return CANCELLED
     except BaseException as error:
         if job is not None and job.kind != "local":
@@ -287,24 +293,44 @@ def _follow(job: Submission, config: Config) -> int:
     left = job.end_rest(config.control.stop_s)  # a killed job leaves processes behind
     if left:
         console.tell(f"{KILLED}; it left {left} processes, which were ended")
-    return _report(job, outcome or read_outcome(job.run, job.attempt))
+    return _report(job, outcome or read_outcome(job.run.exit(job.attempt)))
 
 
 def _report(job: Submission, outcome: Outcome | None) -> int:
-    logs = job.run.logs(job.attempt)
+    if outcome is not None and outcome.code == 0:
+        print(f"{outcome.outcome}: {console.printable(outcome.cause)} (exit code 0)\nrun folder: {job.run}")
+        return 0
     if outcome is None:
-        traceback, state = job.traceback(), job.state()
-        said = traceback.rstrip().splitlines()[-1] if traceback else KILLED
-        said = full_filesystem(job.run.path) or said
+        said = _last_words(job)
         if job.kind == "local":
             explain(job, FAILED, said)
-        see = "" if traceback else f"\nsee {job.job.paths.stderr}"
-        console.tell(f"the run failed (job {job.job_id} is {state}): {console.printable(said)}{see}\nlogs: {logs}")
-        return FAILED
-    ended = f"{outcome.outcome}: {console.printable(outcome.cause)} (exit code {outcome.code})"
-    print(ended, file=sys.stdout if outcome.code == 0 else sys.stderr)
-    print(f"run folder: {job.run}" if outcome.code == 0 else f"run folder: {job.run}\nlogs: {logs}")
-    return outcome.code
+        ended, code = f"the run failed (job {job.job_id} is {job.state()}): {console.printable(said)}", FAILED
+        log = f"see {job.job.paths.stderr}" if said == KILLED and job.job.paths.stderr.exists() else ""
+    else:
+        code, log = outcome.code or FAILED, outcome.log_end
+        ended = f"{outcome.outcome}: {console.printable(outcome.cause)} (exit code {code})"
+    console.tell("\n".join(filter(None, [ended, console.printable(log), f"logs: {job.run.logs(job.attempt)}"])))
+    _tell_how_to_go_on(job.run)
+    return code
+
+
+def _last_words(job: Submission) -> str:
+    """What is known of the end of a job that wrote no exit.json."""
+    full = full_filesystem(job.run.path)
+    traceback = job.traceback()
+    if full or traceback:
+        return full or (traceback or "").rstrip().splitlines()[-1]
+    if job.kind == "local":
+        return KILLED
+    said = log_end(job.run.batch_log(job.attempt), BATCH_LINES)
+    how = KILLED if job.run.plan(job.attempt).exists() else NOT_BEGUN
+    return f"{how}; its batch script said ({job.run.batch_log(job.attempt)}):\n{said}" if said else how
+
+
+def _tell_how_to_go_on(run: RunFolder) -> None:
+    console.tell(f"run folder: {run}")
+    if run.manifests():
+        console.tell(f"go on with: prl-submit --resume {shlex.quote(str(run))}")
 
 
 def _leave(job: Submission) -> int:

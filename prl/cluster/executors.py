@@ -101,7 +101,7 @@ class LocalExecutor(local.LocalExecutor):  # type: ignore[misc]
     def _submit_command(self, command: str) -> local.LocalJob[Any]:
         path = os.pathsep.join(filter(None, (self._environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH"))))
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not name.startswith("PRL_NODES_")},  # of a job around it
             **self._environment,
             "PYTHONPATH": path,
             SUBMITTER: str(os.getpid()),

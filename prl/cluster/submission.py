@@ -207,9 +207,7 @@ def _fill_attempt(config: Config, folder: RunFolder, attempt: int) -> None:
 def script_for(config: Config, split: Split, folder: RunFolder, attempt: int) -> str:
     """The batch script of an attempt under Slurm. Touches no disk but the templates."""
     environment = task_environment(folder, attempt)
-    return render(
-        config, split, environment, task_command(submitit_folder(folder, attempt)), folder.logs(attempt) / "batch.log"
-    )
+    return render(config, split, environment, task_command(submitit_folder(folder, attempt)), folder.batch_log(attempt))
 
 
 def submit(

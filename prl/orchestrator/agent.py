@@ -25,8 +25,9 @@ from prl.control.token import read_token
 from prl.orchestrator.binding import bind
 from prl.orchestrator.main import Orchestrator
 from prl.orchestrator.node import run_agent
-from prl.orchestrator.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome, RunFailed, reserve
+from prl.orchestrator.outcome import RunFailed
 from prl.orchestrator.resume import find_start
+from prl.runfolder.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome, reserve
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import in_words, publish_json
 
@@ -48,7 +49,7 @@ def run_node(run_folder: str, attempt: int) -> None:
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     if allocation.first:
         outcome = _lead(run, attempt, allocation)
-        say(f"{outcome.detail}prl: {outcome.outcome}: {outcome.cause}")
+        say(f"{outcome.detail}{outcome.log_end}\nprl: {outcome.outcome}: {outcome.cause}".lstrip())
         if outcome.outcome != DONE:
             raise RunFailed(outcome.cause)
     else:
@@ -81,7 +82,8 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
         reserve(run.exit(attempt))
         return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config)))
     except CancelledEarly as error:
-        outcome = Outcome(CANCELLED, str(error), None, EXIT_CODES[CANCELLED], "", 0, started, time.time())
+        code, now = EXIT_CODES[CANCELLED], time.time()
+        outcome = Outcome(CANCELLED, str(error), None, code, steps=0, started=started, ended=now)
         outcome.write(run.exit(attempt))
         return outcome
     except Exception as error:
@@ -89,11 +91,11 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
             FAILED,
             f"orchestrator: {in_words(error, run.path)}",
             "orchestrator",
-            1,
-            traceback.format_exc(),
-            0,
-            started,
-            time.time(),
+            EXIT_CODES[FAILED],
+            detail=traceback.format_exc(),
+            steps=0,
+            started=started,
+            ended=time.time(),
         )
         outcome.write(run.exit(attempt))
         return outcome

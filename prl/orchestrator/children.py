@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-LOG_TAIL_LINES = 25
-
 
 @dataclass(frozen=True)
 class ChildPlan:
@@ -75,16 +73,8 @@ def _signal_group(child: RunningChild, number: signal.Signals) -> None:
 
 
 def how_it_ended(child: RunningChild) -> str:
-    """In words, with the end of its log where it gives no other cause."""
+    """In words."""
     code = child.process.returncode
     if code is not None and code < 0:
         return f"{child.plan.name} was ended by {signal.Signals(-code).name}"
     return f"{child.plan.name} ended with code {code}"
-
-
-def log_tail(log: Path) -> str:
-    """The last lines of a log."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 32768))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(lines[-LOG_TAIL_LINES:])

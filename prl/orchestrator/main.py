@@ -18,13 +18,14 @@ from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.checkpoints import Checkpoints, Moment
 from prl.orchestrator.journal import Journal
-from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, Outcome, conclude
+from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, conclude
 from prl.orchestrator.replicas import ReplicaDesk
 from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
 from prl.orchestrator.steps import StepDesk
 from prl.orchestrator.stop_rule import Score, StopRule
 from prl.orchestrator.updates import Committed, UpdateError, WeightUpdater
+from prl.runfolder.outcome import Outcome
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 
@@ -255,15 +256,19 @@ class Orchestrator:
             return {}
         role, index = child.split()
         words = str(body["words"])
-        said = f"{words}; the end of {body['log']}:\n{body['tail']}"
-        cause = Cause(said, role, KILLED if code < 0 else ENDED)
+        if code < 0:
+            cause = Cause(words, role, KILLED)  # by somebody else: its log knows nothing of it
+        else:
+            cause = Cause(
+                words, role, ENDED, log_end=f"the end of {body['log']}:\n{body['log_end']}" if body["log_end"] else ""
+            )
         if role != "sampler" or not self._has_joined(int(index)):
             self._causes.add(cause)
             return {}
         pause_s = self._replicas.died(int(index), words)
         last = self._membership.last  # what it was given up for, where that came before
         if not self._membership.serving and (self._steps.exported or self._membership.over(time.monotonic()) is not None):
-            self._causes.add(cause if last == words else replace(cause, words=f"{last}; then {said}"))
+            self._causes.add(cause if last == words else replace(cause, words=f"{last}; then {words}"))
         return {"restart_after_s": pause_s}
 
     def _has_joined(self, sampler: int) -> bool:

@@ -13,11 +13,13 @@ from prl.control.ports import free_port
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
 from prl.metrics.usage import own_usage, usage_of
-from prl.orchestrator.children import ChildPlan, RunningChild, end_child, how_it_ended, kill_child, log_tail, start_child
+from prl.orchestrator.children import ChildPlan, RunningChild, end_child, how_it_ended, kill_child, start_child
+from prl.runfolder.logs import log_end
 from prl.runfolder.paths import RunFolder
 
 KILL_AFTER_S = 3.0  # between SIGTERM and SIGKILL
 GRACE_LOOK_S = 0.5  # between two looks at how much time is left
+LOG_LINES = 25  # of a child that ended, which may explain why
 USAGE_S = 2.0  # between two looks at what the children use
 ORDERS_S = 600.0  # deadline of a call that the orchestrator answers after half a minute, and that its loss ends
 
@@ -149,7 +151,7 @@ async def _report(client: ControlClient, child: RunningChild) -> float | None:
         "code": child.process.returncode,
         "words": how_it_ended(child),
         "log": str(child.log),
-        "tail": log_tail(child.log),
+        "log_end": log_end(child.log, LOG_LINES),
     }
     answer = await client.call("child_ended", body, deadline_s=10.0, reason=f"reporting that {child.plan.name} ended")
     pause_s: float | None = answer.get("restart_after_s")

@@ -1,14 +1,10 @@
-"""How an attempt ended, and why: the first cause wins, but a process that was killed explains those that missed it."""
+"""Why an attempt ended: the first cause wins, but a process that was killed explains those that missed it."""
 
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from prl.runfolder.publish import publish, publish_json
-
-DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
-RESERVE_BYTES = 128 * 1024
-EXIT_CODES = {DONE: 0, FAILED: 1, CANCELLED: 130}
+from prl.runfolder.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome
 
 
 @dataclass(frozen=True)
@@ -19,6 +15,7 @@ class Cause:
     role: str | None
     rank: int
     detail: str = ""  # a traceback
+    log_end: str = ""  # of a process that ended without a word
 
 
 AGENT = 0  # a node agent reports its own fault, after which the batch system ends everything
@@ -32,35 +29,20 @@ class RunFailed(Exception):
     """Ends rank 0's task, so that the job counts as failed; carries the cause."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    outcome: str
-    cause: str
-    role: str | None
-    code: int
-    detail: str
-    steps: int
-    started: float
-    ended: float
-
-    def write(self, path: Path) -> None:
-        _reserve_of(path).unlink(missing_ok=True)
-        publish_json(path, asdict(self))
-
-
-def reserve(path: Path) -> None:
-    """Keep room for the outcome at `path`: it has to be told above all when the filesystem is full."""
-    publish(_reserve_of(path), bytes(RESERVE_BYTES))
-
-
-def _reserve_of(path: Path) -> Path:
-    return path.with_name(".reserve")
-
-
-def conclude(causes: list[Cause], done: str, steps: int, started: float) -> Outcome:
+def conclude(causes: Sequence[Cause], done: str, steps: int, started: float) -> Outcome:
     """The outcome of an attempt from what went wrong, or `done` where nothing did."""
     if not causes:
-        return Outcome(DONE, done, None, 0, "", steps, started, time.time())
+        return Outcome(DONE, done, None, EXIT_CODES[DONE], steps=steps, started=started, ended=time.time())
     first = min(causes, key=lambda cause: cause.rank)
     outcome = CANCELLED if first.rank == CANCEL else FAILED
-    return Outcome(outcome, first.words, first.role, EXIT_CODES[outcome], first.detail, steps, started, time.time())
+    return Outcome(
+        outcome,
+        first.words,
+        first.role,
+        EXIT_CODES[outcome],
+        detail=first.detail,
+        log_end=first.log_end,
+        steps=steps,
+        started=started,
+        ended=time.time(),
+    )

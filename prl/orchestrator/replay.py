@@ -7,7 +7,7 @@ from pathlib import Path
 from prl.config.load import ConfigError, load
 from prl.config.schema import Config
 from prl.orchestrator.steps import StepEntry
-from prl.runfolder.paths import RunFolder
+from prl.runfolder.paths import RunFolder, run_of_attempt
 from prl.runfolder.reclaim import read_reclaimed
 from prl.streams.steps import find_steps
 
@@ -32,6 +32,10 @@ def replayed_steps(config: Config, after: int) -> list[StepEntry]:
 def replay_problems(config: Config) -> Iterator[str]:
     """Why the run that run.replay names cannot be replayed with this configuration."""
     run = RunFolder(config.run.replay)
+    whole = run_of_attempt(run.path)
+    if whole is not None:
+        yield f"run.replay = {run}: is one attempt of a run, and a run folder is wanted: {whole}"
+        return
     if not run.config.is_file():
         yield f"run.replay = {run}: no run lies there (no {run.config})"
         return

@@ -7,7 +7,6 @@ that is a fault only where the run says of itself that it ended well.
 Everything is held in columns: some 60 bytes an event of the ledger and some 50 a rollout; files are read one at a time.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +20,8 @@ from prl.config.load import ConfigError, load
 from prl.config.schema import Config
 from prl.report.audit_files import RolloutFiles, StepRows, check_age, read_rollout_files, read_step_rows
 from prl.report.audit_ids import Findings, Ids, Int64, pairs_of
-from prl.report.read import ReportError
+from prl.report.read import ReportError, refuse_attempt
+from prl.runfolder.outcome import OutcomeError, read_outcome
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.plan import PlanError, read_plan
 from prl.runfolder.reclaim import Reclaimed, read_reclaimed
@@ -68,6 +68,7 @@ class Audit:
 def audit(path: Path | str) -> Audit:
     """Audit a run, which may still go on. Raises ReportError where it is no run or its configuration cannot be read."""
     run = RunFolder(path)
+    refuse_attempt(run)
     if not run.config.is_file() or not run.ledgers.is_dir():
         raise ReportError(f"{path}: no run lies there (it needs config.yaml and streams/ledger)")
     try:
@@ -94,11 +95,11 @@ def audit(path: Path | str) -> Audit:
 
 
 def _outcome(run: RunFolder, attempt: int) -> str | None:
-    path = run.exit(attempt)
     try:
-        return str(json.loads(path.read_text())["outcome"]) if path.is_file() else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ReportError(f"{path}: does not say how the attempt ended: {error!r}") from error
+        outcome = read_outcome(run.exit(attempt))
+    except OutcomeError as error:
+        raise ReportError(str(error)) from error
+    return None if outcome is None else outcome.outcome
 
 
 def _forks(run: RunFolder, attempts: Sequence[int]) -> dict[int, int]:

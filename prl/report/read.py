@@ -1,6 +1,5 @@
 """What a run folder says, as plain data. Reads only, at any time: before the first step, while the run goes on, after it."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from yaml import YAMLError
 
 from prl.metrics import names
 from prl.metrics.events import YEAR_9999, Event, read_events
-from prl.runfolder.paths import RunFolder
+from prl.runfolder.logs import log_end
+from prl.runfolder.outcome import OutcomeError, read_outcome
+from prl.runfolder.paths import RunFolder, run_of_attempt
 from prl.runfolder.plan import PlanError, read_plan
 from prl.streams.files import StreamError
 from prl.streams.ledger import read_ledger
@@ -24,6 +25,7 @@ from prl.streams.ledger import read_ledger
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
+BATCH_LINES = 5  # of what a batch script said
 ODD_LINES = 10  # of the metrics, that are told one by one
 
 
@@ -38,11 +40,13 @@ class Attempt:
     number: int
     outcome: str | None  # "done", "failed", "cancelled", ...; None: no exit.json
     cause: str
-    role: str | None  # whose failure it was
-    code: int | None
-    steps: int | None
-    started: float | None  # seconds since the epoch
-    ended: float | None
+    role: str | None = None  # whose failure it was
+    code: int | None = None
+    steps: int | None = None
+    started: float | None = None  # seconds since the epoch
+    ended: float | None = None
+    batch_end: str = ""  # without an exit.json: what the batch script of a Slurm job said last
+    begun: bool = True  # whether its first process came so far as to make a plan
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ def read_run(path: Path | str) -> RunRecord:
     run = RunFolder(path)
     if not run.path.is_dir():
         raise ReportError(f"{path}: no such folder; give the run folder that prl-submit printed")
+    refuse_attempt(run)
     attempts = run.attempts()
     ends: list[str] = []
     if not run.config.is_file() and not attempts:
@@ -142,6 +147,13 @@ def read_run(path: Path | str) -> RunRecord:
         sizes=_sizes(run.path),
         newest_event=max((event.time for event in events), default=None),
     )
+
+
+def refuse_attempt(folder: RunFolder) -> None:
+    """Raises ReportError where the folder is that of one attempt, of which the report would speak as of a run."""
+    run = run_of_attempt(folder.path)
+    if run is not None:
+        raise ReportError(f"{folder}: is one attempt of a run, and a run folder is wanted: prl-report {run}")
 
 
 def _refused(run: RunFolder, attempts: Sequence[int]) -> Iterator[str]:
@@ -212,39 +224,29 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 def _read_attempt(run: RunFolder, number: int, notes: list[str]) -> Attempt:
     """What the attempt says of its end; where that cannot be read, a note."""
     path = run.exit(number)
-    if not path.exists():
-        return Attempt(number, None, "", None, None, None, None, None)
-    facts: Any = None
     try:
-        facts = json.loads(path.read_bytes()) if path.is_file() else None
-        words = "is no object with outcome and cause"
-    except (OSError, ValueError, RecursionError) as error:
-        words = f"cannot be read as JSON: {error}"
-    if not isinstance(facts, dict):
-        notes.append(f"{path}: {words}")
-        return Attempt(
-            number, "unknown", f"attempt {number} has ended, and {path.name} is damaged", None, None, None, None, None
-        )
-    role, code, steps = facts.get("role"), facts.get("code"), facts.get("steps")
+        ended = read_outcome(path)
+    except OutcomeError as error:
+        notes.append(str(error))
+        return Attempt(number, "unknown", f"attempt {number} has ended, and {path.name} is damaged")
+    if ended is None:
+        return Attempt(number, None, "", batch_end=log_end(run.batch_log(number), BATCH_LINES), begun=run.plan(number).exists())
     return Attempt(
-        number=number,
-        outcome=str(facts.get("outcome", "unknown")),
-        cause=str(facts.get("cause") or ""),
-        role=None if role is None else str(role),
-        code=code if isinstance(code, int) else None,
-        steps=steps if isinstance(steps, int) else None,
-        started=_seconds(path, facts, "started", notes),
-        ended=_seconds(path, facts, "ended", notes),
+        number,
+        ended.outcome,
+        ended.cause,
+        role=ended.role,
+        code=ended.code,
+        steps=ended.steps,
+        started=_seconds(f"{path}: started", ended.started, notes),
+        ended=_seconds(f"{path}: ended", ended.ended, notes),
     )
 
 
-def _seconds(path: Path, facts: Mapping[str, Any], key: str, notes: list[str]) -> float | None:
-    value = facts.get(key)
-    if value is None:
-        return None
-    if isinstance(value, int | float) and 0 <= value < YEAR_9999:
-        return float(value)
-    notes.append(f"{path}: {key} = {str(value)[:40]} is no time")
+def _seconds(what: str, value: float | None, notes: list[str]) -> float | None:
+    if value is None or 0 <= value < YEAR_9999:
+        return value
+    notes.append(f"{what} = {str(value)[:40]} is no time")
     return None
 
 

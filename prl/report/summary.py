@@ -10,6 +10,7 @@ import numpy as np
 
 from prl.metrics import names
 from prl.report.read import Float64, RunRecord, UsageSeries
+from prl.runfolder.logs import BATCH_FAILED
 
 
 @dataclass(frozen=True)
@@ -173,12 +174,20 @@ def _outcome(record: RunRecord, now: float) -> tuple[str, str, str | None, int |
     last = record.attempts[-1]
     if last.outcome is not None:
         return last.outcome, last.cause, last.role, last.code
+    if not last.begun and BATCH_FAILED in last.batch_end:
+        return "failed", last.batch_end, None, None
+    said = f"; its batch log ends: {last.batch_end}" if last.batch_end else ""
     if record.newest_event is None:
-        return "unknown", f"attempt {last.number} has written neither metrics nor exit.json (yet): see its logs", None, None
+        return (
+            "unknown",
+            f"attempt {last.number} has written neither metrics nor exit.json (yet): see its logs{said}",
+            None,
+            None,
+        )
     silent_s = now - record.newest_event
     if silent_s < RUNNING_FOR_S:
         return "running", f"newest event {max(silent_s, 0):.0f} s ago", None, None
-    return "lost", f"no exit.json, and silent for {silent_s:.0f} s: killed, or its node is gone", None, None
+    return "lost", f"no exit.json, and silent for {silent_s:.0f} s: killed, or its node is gone{said}", None, None
 
 
 def _start_up(record: RunRecord) -> Sequence[tuple[str, float]]:

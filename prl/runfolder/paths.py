@@ -120,6 +120,10 @@ class RunFolder:
     def logs(self, number: int) -> Path:
         return self.attempt(number) / "logs"
 
+    def batch_log(self, number: int) -> Path:
+        """What a Slurm job's batch script says itself."""
+        return self.logs(number) / "batch.log"
+
     def exit(self, number: int) -> Path:
         return self.attempt(number) / "exit.json"
 
@@ -155,3 +159,9 @@ class RunFolder:
             stripe(folder, targets)
         for folder in (self.rollouts, self.steps, self.ledgers, self.metrics, self.control):
             folder.mkdir(parents=True, exist_ok=True)
+
+
+def run_of_attempt(path: Path) -> RunFolder | None:
+    """The run of which `path` is one attempt's folder (`latest` is one, too), where it is that."""
+    run, folder = RunFolder(path.resolve().parent), path.resolve()
+    return run if run.config.is_file() and folder in [run.attempt(number) for number in run.attempts()] else None

@@ -17,7 +17,8 @@ _FULL = {errno.ENOSPC: "no space is left", errno.EDQUOT: "the quota is used up"}
 
 _ADVICE = (
     "What was made durable before is safe. Free some space or have the quota raised (look at blocks and inodes: df -h, df -i, "
-    "quota; on Lustre lfs quota and lfs df, where a single full target is enough), then submit again: the run resumes"
+    "quota; on Lustre lfs quota and lfs df, where a single full target is enough), then go on with prl-submit "
+    "--resume RUN, where there is a checkpoint"
 )
 
 

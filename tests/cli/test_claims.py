@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from prl.cli import submit
+from prl.cli import report, submit
 from prl.cluster import submission
 from prl.cluster.submission import SubmissionError, check_not_running, next_attempt, undone_on_error
-from prl.config.load import ConfigError, replace
+from prl.config.load import ConfigError, load, replace
 from prl.config.schema import Config
+from prl.orchestrator.replay import replay_problems
 from prl.runfolder.paths import RunFolder
 
 
@@ -134,7 +135,14 @@ def test_a_run_that_goes_on_is_told_before_its_missing_checkpoint(run, capsys):
 
 
 @pytest.mark.parametrize("part", ["latest", "attempt_001", "latest/"])
-def test_resume_of_an_attempts_folder_names_the_run(run, capsys, part):
+def test_who_is_given_an_attempts_folder_names_the_run(run, capsys, part):
     _, folder = run
+    wanted = "is one attempt of a run, and a run folder is wanted"
     assert submit.main(["--resume", f"{folder}/{part}"]) == 2
-    assert f"is one attempt of a run, and a run folder is wanted: --resume {folder}\n" in capsys.readouterr().err
+    assert f"{wanted}: --resume {folder}\n" in capsys.readouterr().err
+    for options in ([], ["--json"], ["--audit"]):
+        assert report.main([f"{folder}/{part}", *options]) == 1
+        assert f"{wanted}: prl-report {folder}\n" in capsys.readouterr().err
+    assert list(replay_problems(load(folder.config, [f"run.replay={folder}/{part}"]))) == [
+        f"run.replay = {RunFolder(f'{folder}/{part}')}: {wanted}: {folder}"
+    ]

@@ -6,25 +6,30 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from prl.cli import console
+from prl.cli import console, submit
 from prl.cli.ending import explain, full_filesystem
 from prl.cli.interrupts import Cancelled, Interrupts
-from prl.cli.progress import read_outcome
 from prl.report.read import read_run
 from prl.report.summary import summarize
+from prl.runfolder.outcome import Outcome, OutcomeError, read_outcome
 from prl.runfolder.paths import RunFolder
 
 
 @pytest.fixture
 def job(tmp_path):
-    run = RunFolder(tmp_path / "run")
+    run = RunFolder(tmp_path / "my run")
     run.create()
-    run.attempt(1).mkdir()
-    return SimpleNamespace(run=run, attempt=1, submitted=time.time())
+    run.logs(1).mkdir(parents=True)
+    paths = SimpleNamespace(stderr=tmp_path / "never_written.err")
+    return SimpleNamespace(
+        run=run, attempt=1, submitted=time.time(), kind="het", job_id="9", traceback=lambda: None, state=lambda: "FAILED",
+        job=SimpleNamespace(paths=paths),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(130, "cancelled"), (1, "failed")])
@@ -32,7 +37,7 @@ def test_an_end_without_a_word_is_written_once_and_reported(job, code, outcome):
     explain(job, code, "the cause")
     explain(job, 1, "another cause")
     said = json.loads(job.run.exit(1).read_text())
-    assert set(said) == {"outcome", "cause", "role", "code", "detail", "steps", "started", "ended"}
+    assert set(said) == {"outcome", "cause", "role", "code", "detail", "log_end", "steps", "started", "ended"}
     assert (said["outcome"], said["cause"], said["role"], said["code"], said["detail"], said["steps"]) == (
         outcome, "the cause", None, code, "", 0
     )  # fmt: skip
@@ -49,10 +54,46 @@ def test_a_full_filesystem_is_told(tmp_path, monkeypatch):
 
 
 def test_an_exit_file_of_another_kind(job):
-    assert read_outcome(job.run, 1) is None
+    assert read_outcome(job.run.exit(1)) is None
     job.run.exit(1).write_text("[]")
-    with pytest.raises(OSError, match="does not say how the attempt ended"):
-        read_outcome(job.run, 1)
+    with pytest.raises(OutcomeError, match="does not say how the attempt ended"):
+        read_outcome(job.run.exit(1))
+
+
+def test_a_batch_script_that_failed_is_quoted(job, capsys):
+    """Nobody else knows why there is no first process."""
+    job.run.batch_log(1).write_text("Loading cuda\nbatch script: line 12 ended with code 1: false\n")
+    assert submit._report(job, None) == 1
+    said = capsys.readouterr().err
+    assert "(job 9 is FAILED): the job ended before its first process began; its batch script said" in said
+    assert "\nLoading cuda\nbatch script: line 12 ended with code 1: false\n" in said
+    assert "never_written" not in said
+    assert "killed" not in said
+    assert "go on with" not in said
+    summary = summarize(read_run(job.run.path), time.time())
+    assert summary.outcome == "failed"
+    assert "batch script: line 12 ended with code 1: false" in summary.cause
+    job.run.plan(1).write_text('{"lineage": 0, "forks": {}}')  # it began all the same
+    assert submit._report(job, None) == 1
+    assert "the job's first process was killed" in capsys.readouterr().err
+    summary = summarize(read_run(job.run.path), time.time())
+    assert summary.outcome == "unknown"
+    assert "its batch log ends: Loading cuda\nbatch script: line 12 ended with code 1: false" in summary.cause
+
+
+def test_a_failed_run_says_why_and_how_to_go_on(job, capsys):
+    killed = Outcome("failed", "sampler 0 was ended by SIGKILL", "sampler", 1)
+    assert submit._report(job, killed) == 1
+    where = f"logs: {job.run.logs(1)}\nrun folder: {job.run}\n"
+    assert capsys.readouterr().err == f"failed: sampler 0 was ended by SIGKILL (exit code 1)\n{where}"
+    job.run.checkpoint(5).mkdir()
+    job.run.manifest(5).touch()
+    silent = replace(killed, cause="sampler 0 ended with code 3", log_end="the end of sampler-0.log:\nno\x1b memory")
+    assert submit._report(job, silent) == 1
+    assert capsys.readouterr().err == (
+        f"failed: sampler 0 ended with code 3 (exit code 1)\nthe end of sampler-0.log:\nno\\x1b memory\n{where}"
+        f"go on with: prl-submit --resume '{job.run}'\n"
+    )
 
 
 def test_a_signal_is_raised_once_and_not_while_held():

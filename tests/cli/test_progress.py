@@ -3,11 +3,12 @@ import json
 
 import pytest
 
-from prl.cli.progress import Outcome, follow
+from prl.cli.progress import follow
 from prl.config.load import replace
 from prl.config.schema import Config
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
+from prl.runfolder.outcome import Outcome
 from prl.runfolder.paths import RunFolder
 
 
@@ -61,7 +62,7 @@ def test_lines_where_there_is_no_terminal(run):
             writer.flush()
 
         outcome = played(run, out, phase, two_steps, evaluation)
-    assert outcome == Outcome("failed", "trainer 0 died", 1)
+    assert outcome == Outcome("failed", "trainer 0 died", code=1)
     assert out.getvalue().splitlines() == [
         "step 0/100  samplers start",
         "step 2/100  reward 0.250  lag 1.5  2,500 tokens/s  2.00 s/step  3:16 left",
@@ -123,6 +124,19 @@ def test_checkpoints_that_were_passed_over_are_told_and_the_first_request_is_no_
 
         played(run, out, begin, lambda: None)
     assert out.getvalue() == "warning: checkpoint step_000010 is damaged\nstep 0/100  seeding\n"
+
+
+def test_a_resumed_run_begins_at_its_checkpoint(run):
+    """At the newest, until its plan names the one that it goes on from."""
+    for step in (40, 50):
+        run.checkpoint(step).mkdir(parents=True)
+        run.manifest(step).touch()
+    out = Terminal()
+    played(run, out, lambda: None, lambda: run.plan(1).write_text(json.dumps({"lineage": 2, "forks": {"1": 9, "2": 40}})))
+    assert [line.split("\x1b")[0] for line in out.getvalue().split("\r")[1:]] == [
+        "step 50/100  starting",
+        "step 40/100  starting",
+    ]
 
 
 @pytest.mark.parametrize("options", [{"stop_at_reward": 0.9}, {"epochs": 2}])

@@ -81,6 +81,7 @@ def test_a_local_job_runs_the_runs_own_code(tmp_path, monkeypatch):
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("raise RuntimeError('the current folder is no place to import from')")
     monkeypatch.chdir(other.parent)
+    monkeypatch.setenv("PRL_NODES_0", "n1=10.0.0.1")  # left over from a Slurm job
     job = start(tmp_path, jobs.tell)
     wait(job)
     (told,) = job.job.results()

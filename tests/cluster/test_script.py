@@ -1,3 +1,4 @@
+import os
 import subprocess
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from prl.cluster.script import render, task_command, task_environment, template_
 from prl.cluster.split import make_split
 from prl.config.load import ConfigError, replace
 from prl.config.schema import Config
+from prl.runfolder.logs import BATCH_FAILED
 from prl.runfolder.paths import RunFolder
 
 RUN = RunFolder("/data/my runs/one")
@@ -84,6 +86,28 @@ def test_the_result_is_bash(nodes, tmp_path):
     path = tmp_path / "script.sh"
     path.write_text(text)
     subprocess.run(["bash", "-n", path], check=True)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize(
+    ("setup", "line", "words"),
+    [
+        (("true", "(exit 3)", "touch went_on"), "(exit 3)", "ended with code 3: ( exit 3 )"),
+        ((), "PRL_NODES_0=", "ended with code 7: PRL_NODES_0="),  # the controller does not answer
+    ],
+)
+def test_a_line_that_fails_ends_the_script_and_is_told(nodes, setup, line, words, tmp_path):
+    text = script(nodes, setup=setup)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30, check=False
+    )
+    number = next(n for n, found in enumerate(text.splitlines(), 1) if found.startswith(line))
+    assert done.returncode == int(words.split()[3].rstrip(":"))
+    assert done.stderr.startswith(f"{BATCH_FAILED}{number} {words}")
+    assert not (tmp_path / "went_on").exists()
 
 
 @pytest.mark.parametrize(

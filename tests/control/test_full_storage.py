@@ -23,7 +23,9 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 def test_words_of_errors():
     quota = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/runs/a/x")
     assert in_words(FULL, "/runs/a").startswith("/runs/a: no space is left. What was made durable before is safe. Free some")
-    assert in_words(FULL, "/runs/a").endswith("submit again: the run resumes. OSError: [Errno 28] No space left on device")
+    assert in_words(FULL, "/runs/a").endswith(
+        "prl-submit --resume RUN, where there is a checkpoint. OSError: [Errno 28] No space left on device"
+    )
     assert in_words(FULL).startswith("no space is left. What")
     assert in_words(quota, Path("/runs/a")).startswith("/runs/a/x: the quota is used up. What was")
     told = StorageFull(Path("/runs/a/y"), FULL)

@@ -12,7 +12,7 @@ from prl.flow.events import LedgerEvent
 from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
 from prl.metrics.events import MetricsWriter, read_events
-from prl.orchestrator.outcome import Outcome, reserve
+from prl.runfolder.outcome import Outcome, reserve
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish_json
 from prl.runfolder.reclaim import Reclaimed, read_reclaimed, record_reclaimed
@@ -154,7 +154,7 @@ def _manifest() -> Scene:
 
 
 def _outcome() -> Scene:
-    outcome = Outcome("done", "all trained", None, 0, "", 2, 1.0, 2.0)
+    outcome = Outcome("done", "all trained", code=0, steps=2, started=1.0, ended=2.0)
 
     def before(run: RunFolder) -> None:
         run.attempt(1).mkdir()

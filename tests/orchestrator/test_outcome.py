@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, conclude, reserve
+from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, conclude
+from prl.runfolder.outcome import reserve
 
 LOST_PEER = Cause("trainer 0: connection reset by peer", "trainer", REPORTED)
 DEATH = Cause("trainer 1 was ended by SIGKILL", "trainer", KILLED)

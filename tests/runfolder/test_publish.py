@@ -79,7 +79,7 @@ def test_whatever_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 @pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "no space is left"), (errno.EDQUOT, "the quota is used up")])
 def test_full_storage_says_where_what_and_what_to_do(tmp_path, code, words):
     with (
-        pytest.raises(StorageFull, match=rf"{words}.*safe.*lfs quota.*submit again.*'{tmp_path}/x'") as caught,
+        pytest.raises(StorageFull, match=rf"{words}.*safe.*lfs quota.*prl-submit --resume.*'{tmp_path}/x'") as caught,
         storage(tmp_path),
         storage(tmp_path / "x"),  # the inner one knows better where
     ):

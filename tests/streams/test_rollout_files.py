@@ -276,7 +276,7 @@ def test_a_full_disk_leaves_nothing_and_loses_nothing(tmp_path, monkeypatch, cod
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
-        with pytest.raises(StorageFull, match=f"{os.strerror(code)}.*submit again.*{ACTOR}") as caught:
+        with pytest.raises(StorageFull, match=f"{os.strerror(code)}.*prl-submit --resume.*{ACTOR}") as caught:
             writer.flush()
     assert caught.value.errno == code
     assert list((tmp_path / ACTOR).iterdir()) == []

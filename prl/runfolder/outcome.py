@@ -1,0 +1,71 @@
+"""How an attempt ended, in its exit.json: written once, by whoever knows it, and read by everyone."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prl.runfolder.publish import publish, publish_json
+
+DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
+EXIT_CODES = {DONE: 0, FAILED: 1, CANCELLED: 130}
+RESERVE_BYTES = 128 * 1024
+
+
+class OutcomeError(Exception):
+    """An exit.json does not say how the attempt ended; the message names it and says why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an older or damaged file does not say is empty or None."""
+
+    outcome: str
+    cause: str = ""
+    role: str | None = None  # whose failure it was
+    code: int | None = None
+    detail: str = ""  # a traceback
+    log_end: str = ""  # of a process that ended without a word
+    steps: int | None = None
+    started: float | None = None  # seconds since the epoch
+    ended: float | None = None
+
+    def write(self, path: Path) -> None:
+        _reserve_of(path).unlink(missing_ok=True)
+        publish_json(path, asdict(self))
+
+
+def reserve(path: Path) -> None:
+    """Keep room for the outcome at `path`: it has to be told above all when the filesystem is full."""
+    publish(_reserve_of(path), bytes(RESERVE_BYTES))
+
+
+def _reserve_of(path: Path) -> Path:
+    return path.with_name(".reserve")
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """None where there is no such file. Raises OutcomeError."""
+    if not path.exists():
+        return None
+    try:
+        facts = json.loads(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise OutcomeError(f"{path}: cannot be read, and does not say how the attempt ended: {error}") from error
+    if not isinstance(facts, dict) or not isinstance(facts.get("outcome"), str):
+        raise OutcomeError(f"{path}: is no object with an outcome, and does not say how the attempt ended")
+
+    def of(kind: type | tuple[type, ...], name: str, default: Any = None) -> Any:
+        return facts[name] if isinstance(facts.get(name), kind) else default
+
+    return Outcome(
+        outcome=facts["outcome"],
+        cause=of(str, "cause", ""),
+        role=of(str, "role"),
+        code=of(int, "code"),
+        detail=of(str, "detail", ""),
+        log_end=of(str, "log_end", ""),
+        steps=of(int, "steps"),
+        started=of((int, float), "started"),
+        ended=of((int, float), "ended"),
+    )
