@@ -1,6 +1,7 @@
 """The scripts that people start first, and what pip is told."""
 
 import configparser
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,26 @@ def test_help_from_any_folder(name, place):
     assert f"bash tools/{name}.sh" in done.stdout
     assert "#" not in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "folder"),
+    [([], "runs/quickstart-2"), (["--set", "run.seed=2", "run.folder=other"], "other"), (["--set=run.folder=other"], "other")],
+)
+def test_the_quickstart_names_the_folder_in_which_it_trains(tmp_path, options, folder):
+    """Its parts stand in for themselves and say what they were asked."""
+    for name in ("tools/setup.sh", ".venv/bin/prl-submit", ".venv/bin/prl-report"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('#!/bin/sh\necho "$(basename "$0") $*"\n')
+        path.chmod(0o755)
+    for taken in ("runs/quickstart", "other"):
+        (tmp_path / taken).mkdir(parents=True)
+    script = shutil.copy(ROOT / "tools/quickstart.sh", tmp_path / "tools")
+    out = subprocess.run(["bash", script, *options], capture_output=True, text=True, timeout=30, check=True).stdout
+    assert f"quickstart: training into {folder} (" in out
+    assert ("prl-report other\n" in out) == (folder == "other")
+    assert f"{' '.join(['prl-submit configs/quickstart.yaml --set', f'run.folder={folder}', *options])}\n" in out
 
 
 def test_pip_refuses_the_gpu_extra_where_it_cannot_be_had():

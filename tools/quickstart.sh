@@ -16,6 +16,10 @@ while [ -e "$folder" ]; do
   folder=runs/quickstart-$number
 done
 
+for arg in "$@"; do
+  case $arg in run.folder=* | --set=run.folder=*) folder=${arg#*run.folder=} ;; esac
+done
+
 echo "quickstart: training into $folder (Ctrl-C ends the run in order)"
 code=0
 .venv/bin/prl-submit configs/quickstart.yaml --set "run.folder=$folder" "$@" || code=$?

@@ -2,7 +2,7 @@
 # Makes .venv with everything prl needs to run on a machine without a GPU; a second call reuses it.
 #   bash tools/setup.sh          what a run needs (torch, vLLM's CPU build, Megatron-core, submitit, ...)
 #   bash tools/setup.sh --dev    and what the tests need (ruff, mypy, hypothesis, math-verify, ...)
-# PYTHON names the interpreter (default: the first python3.11 that works). On GPUs use `pip install prl[gpu]` instead.
+# PYTHON names the interpreter (default: the first python3.11 that works). On GPUs use `pip install '.[gpu]'` instead.
 set -euo pipefail
 script=$(realpath "$0")
 cd "$(dirname "$script")/.."
