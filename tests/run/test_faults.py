@@ -106,7 +106,7 @@ def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tm
 
 def wait_for_samplers(process: subprocess.Popen, folder: RunFolder, condition: Callable[[Event], bool]) -> Event:
     """The first event of the samplers for which the condition holds."""
-    running, end = Ended(folder, 0, ""), time.monotonic() + 180
+    running, end = Ended(folder, 0, ""), time.monotonic() + 300
     while True:
         for event in running.events("samplers"):
             if condition(event):
