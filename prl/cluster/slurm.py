@@ -1,9 +1,15 @@
 """Questions to Slurm, each with a time-out."""
 
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from prl.cluster.executors import GOING_ON, fold_states
 from prl.cluster.run import Output, ProgramError, Runner, run
 from prl.cluster.split import Split
 from prl.config.schema import Config
+
+_GPUS = re.compile(r"(?:^|,)gpu:(?:(?:[^:,()]+|\(null\)):)?(\d+)")  # in "gpu:h100:4(S:0-1),nic:2"
 
 
 class SlurmError(Exception):
@@ -11,8 +17,8 @@ class SlurmError(Exception):
 
 
 def check_slurm(config: Config, split: Split, runner: Runner = run) -> None:
-    """Whether a controller answers and the partition has as many nodes as the job needs (Slurm itself lets a heterogeneous
-    job that can never start wait for ever). Raises SlurmError."""
+    """Whether a controller answers and the partition has as many nodes as the job needs, each with what it asks of a node
+    (Slurm itself lets a heterogeneous job that can never start wait for ever). Raises SlurmError."""
     wanted = f"the run asks for {split.nodes} Slurm nodes"
     local = "run without --nodes and with cluster.nodes: null to use this machine alone"
     try:
@@ -26,16 +32,46 @@ def check_slurm(config: Config, split: Split, runner: Runner = run) -> None:
             f"{said[0] if said else 'no output'}); ask the site's operators, or {local}"
         )
     partition = config.cluster.partition
-    asked = ["sinfo", "-h", "-N", "-o", "%N", *(["-p", partition] if partition else [])]
+    asked = ["sinfo", "-h", "-N", "-o", "%N|%c|%m|%G", *(["-p", partition] if partition else [])]
     try:
-        names = set(runner(asked, timeout_s=30.0).out.split())
+        nodes = _nodes(runner(asked, timeout_s=30.0).out)
     except ProgramError as error:
         raise SlurmError(str(error)) from None
+    except ValueError as error:
+        raise SlurmError(f"sinfo: its answer to {' '.join(asked)} cannot be read: {error}") from error
     where = f"partition {partition}" if partition else "the cluster"
-    if not names:
+    if not nodes:
         raise SlurmError(f"cluster.partition = {partition}: Slurm knows no nodes of it (sinfo lists the partitions)")
-    if len(names) < split.nodes:
-        raise SlurmError(f"the run asks for {split.nodes} nodes, but {where} has {len(names)}; the job would wait for ever")
+    if len(nodes) < split.nodes:
+        raise SlurmError(f"the run asks for {split.nodes} nodes, but {where} has {len(nodes)}; the job would wait for ever")
+    cluster = config.cluster
+    asked_of_each = _Node(cluster.cpus_per_node or 0, (cluster.memory_per_node_gib or 0) * 1024, cluster.gpus_per_node)
+    fitting = [node for node in nodes.values() if all(has >= asks for has, asks in zip(node, asked_of_each, strict=True))]
+    if len(fitting) < split.nodes:
+        largest = _Node(*map(max, zip(*nodes.values(), strict=True)))
+        raise SlurmError(
+            f"the run asks for {split.nodes} nodes with {_words(asked_of_each)} each, but {where} has {len(fitting)} of that "
+            f"kind, its nodes having at most {_words(largest)}; the job would wait for ever: lower cluster.cpus_per_node, "
+            f"cluster.memory_per_node_gib or cluster.gpus_per_node, or name another cluster.partition"
+        )
+
+
+class _Node(NamedTuple):
+    cpus: float
+    memory_mib: float
+    gpus: float
+
+
+def _nodes(text: str) -> Mapping[str, _Node]:
+    """Nodes by name, from sinfo's lines name|CPUs|MiB|generic resources."""
+    found = {}
+    for name, cpus, memory, resources in (line.split("|") for line in text.splitlines() if line.strip()):
+        found[name.strip()] = _Node(int(cpus), int(memory), sum(map(int, _GPUS.findall(resources))))
+    return found
+
+
+def _words(node: _Node) -> str:
+    return f"{node.cpus:g} CPUs, {node.memory_mib / 1024:g} GiB of memory and {node.gpus:g} GPUs"
 
 
 def job_state(job_id: str, runner: Runner = run) -> str | None:

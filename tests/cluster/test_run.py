@@ -70,11 +70,46 @@ def answers(**by_program):
 UP = Output(0, "Slurmctld(primary) at login is UP\n", "")
 
 
+def node(name, cpus=64, memory_mib=515000, resources="gpu:h100:4(S:0-1),nic:2"):
+    return f"{name}|{cpus}|{memory_mib}|{resources}\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"cpus_per_node": 64, "memory_per_node_gib": 502.5, "gpus_per_node": 4}, None),
+        ({"cpus_per_node": 65}, "3 nodes with 65 CPUs, 0 GiB of memory and 0 GPUs each, but the cluster has 1 of that kind"),
+        ({"memory_per_node_gib": 503.0}, "but the cluster has 1 of that kind, its nodes having at most 128 CPUs, 1000 GiB"),
+        ({"gpus_per_node": 5}, "has 0 of that kind, .*at most 128 CPUs, 1000 GiB of memory and 4 GPUs; .*cluster.partition"),
+    ],
+)
+def test_nodes_that_have_what_is_asked_of_each(asked, words):
+    """Three nodes alike, though their lines name their GPUs otherwise, and a larger one without."""
+    config = replace(Config(), cluster=asked)
+    lines = [
+        node("n1", resources="gpu:(null):4(S:0,1)"),
+        node("n2", resources="nic:2,gpu:4(S:0-1)"),
+        node("n3", resources="gpu:a:1,gpu:b:3"),
+        node("big", 128, 1024000, "(null)"),
+    ]
+    runner = answers(scontrol=UP, sinfo=Output(0, "".join(lines), ""))
+    if words is None:
+        check_slurm(config, make_split(config, nodes=3), runner)
+    else:
+        with pytest.raises(SlurmError, match=words):
+            check_slurm(config, make_split(config, nodes=3), runner)
+
+
+def test_an_answer_of_sinfo_that_cannot_be_read():
+    with pytest.raises(SlurmError, match=r"sinfo: its answer to sinfo -h -N .* cannot be read"):
+        check_slurm(Config(), make_split(Config(), nodes=2), answers(scontrol=UP, sinfo=Output(0, "n1|many|1|(null)\n", "")))
+
+
 def test_enough_nodes_and_a_controller():
     split = make_split(Config(), nodes=3)
-    check_slurm(Config(), split, answers(scontrol=UP, sinfo=Output(0, "n1\nn2\nn2\nn3\n", "")))
+    check_slurm(Config(), split, answers(scontrol=UP, sinfo=Output(0, "".join(map(node, ("n1", "n2", "n2", "n3"))), "")))
     with pytest.raises(SlurmError, match="asks for 3 nodes, but the cluster has 2"):
-        check_slurm(Config(), split, answers(scontrol=UP, sinfo=Output(0, "n1\nn2\nn2\n", "")))
+        check_slurm(Config(), split, answers(scontrol=UP, sinfo=Output(0, "".join(map(node, ("n1", "n2", "n2"))), "")))
     config = replace(Config(), cluster={"partition": "gpu"})
     with pytest.raises(SlurmError, match=r"cluster\.partition = gpu: Slurm knows no nodes"):
         check_slurm(config, split, answers(scontrol=UP, sinfo=Output(0, "", "")))
