@@ -16,13 +16,12 @@ PACKAGE = ROOT / "prl"
 LAYERS = ("config", "runfolder", "metrics", "control", "streams")  # each may import the ones before it
 BESIDES = {  # what a package may import besides layers, flow, options and itself
     "actor": ("domains", "verifier.client"),
-    "cli": ("actor", "cluster", "domains", "orchestrator", "plan", "preprocess", "report", "verifier", "weights.plan"),
+    "cli": ("actor", "cluster", "domains", "orchestrator", "preprocess", "report", "verifier", "weights.plan"),
     "cluster": (),
     "domains": ("verifier.client",),
     "orchestrator": ("cluster",),
-    "plan": ("weights.plan",),
     "preprocess": (),
-    "report": ("plan",),
+    "report": (),
     "sampler": ("weights",),
     "trainer": ("weights",),
     "verifier": ("domains",),

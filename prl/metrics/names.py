@@ -94,7 +94,6 @@ SAVE_FAILED = "save_failed"
 SAMPLERS = "samplers"
 PHASE = "phase"
 USAGE = "usage"
-SCALARS = "scalars"
 
 LOSS = "train/loss"
 LOSS_PART_PREFIX = "train/loss_"  # and the name of a part
@@ -120,7 +119,6 @@ LEARNING_RATE = "train/learning_rate"
 PEAK_MEMORY_BYTES = "train/peak_memory_bytes"
 
 REWARD_MEAN = "data/reward_mean"
-REWARD_STD = "data/reward_std"
 ROLLOUTS = "data/rollouts"
 OUTPUT_TOKENS_MEAN = "data/output_tokens_mean"
 CUT_SHARE = "data/cut_share"
@@ -131,7 +129,6 @@ PUBLISH_S = "data/publish_s"
 PAUSE_S = "weights/pause_s"
 RECEIVE_S = "weights/receive_s"
 GAP_S = "weights/gap_s"
-SENT_BYTES = "weights/bytes"
 
 SERVING = "samplers/serving"
 RESTARTS = "samplers/restarts"
@@ -139,7 +136,6 @@ EPOCH = "samplers/epoch"
 FENCED_PREFIX = "samplers/fenced_"  # and a reason
 
 EVAL_REWARD_MEAN = "eval/reward_mean"
-EVAL_REWARD_STD = "eval/reward_std"
 EVAL_PROBLEMS = "eval/problems"
 
 CHECKPOINT_BYTES = "checkpoint/bytes"

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from memory_store import MemoryAppender, MemorySource, MemoryStore
 from stream_data import assert_equal, make_group, make_turn
 
 from prl.runfolder.paths import RunFolder
 from prl.streams.contract import announced
 from prl.streams.files import StreamError
-from prl.streams.memory import MemoryAppender, MemorySource, MemoryStore
 from prl.streams.opening import open_reader, open_writer
 from prl.streams.options import RedisOptions, StreamsOptions
 from prl.streams.reader import RolloutReader

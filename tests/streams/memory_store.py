@@ -1,4 +1,4 @@
-"""The rollout stream within one process: for tests and simulations, which need no disk."""
+"""A rollout stream within one process: a backend of nothing but what the contract asks, beside those that runs use."""
 
 from collections.abc import Iterator
 
