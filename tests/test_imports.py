@@ -203,3 +203,9 @@ def test_no_file_names_a_place_on_somebodys_machine():
             if place.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}")
     assert not found, "\n".join(found)
+
+
+def test_no_test_imports_from_a_conftest():
+    """Of several folders that are tested at once, only one's is called so."""
+    named = [path for path in ROOT.glob("tests/**/*.py") if re.search(r"(?m)^(from|import) conftest\b", path.read_text())]
+    assert not named

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import aiohttp
 import psutil
-from conftest import Lab, sampler, tiny_model, weights_of
+from lab import Lab, sampler, tiny_model, weights_of
 
 from prl.control.token import authorization
 from prl.sampler.options import SampleOptions

@@ -10,7 +10,7 @@ import aiohttp
 import psutil
 import pytest
 import torch
-from conftest import EOS, HOST, Lab, Weights, tiny_model, weights_of
+from lab import EOS, HOST, Lab, Weights, tiny_model, weights_of
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 from prl.weights.digest import digest

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import OPTIONS, Lab, sampler, tiny_experts, weights_of
+from lab import OPTIONS, Lab, sampler, tiny_experts, weights_of
 from test_sampler import LONG, PROMPT, during_updates, greedy, greedy_answer, logprobs
 from transformers import Qwen3MoeForCausalLM
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts

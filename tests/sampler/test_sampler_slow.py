@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from conftest import OPTIONS, sampler, tiny_model, weights_of
+from lab import OPTIONS, sampler, tiny_model, weights_of
 from test_sampler import LONG, PROMPT, during_updates, greedy
 
 pytestmark = pytest.mark.slow
