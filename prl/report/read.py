@@ -1,6 +1,7 @@
 """What a run folder says, as plain data. Reads only, at any time: before the first step, while the run goes on, after it."""
 
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +154,7 @@ def refuse_attempt(folder: RunFolder) -> None:
     """Raises ReportError where the folder is that of one attempt, of which the report would speak as of a run."""
     run = run_of_attempt(folder.path)
     if run is not None:
-        raise ReportError(f"{folder}: is one attempt of a run, and a run folder is wanted: prl-report {run}")
+        raise ReportError(f"{folder}: is one attempt of a run, and a run folder is wanted: prl-report {shlex.quote(str(run))}")
 
 
 def _refused(run: RunFolder, attempts: Sequence[int]) -> Iterator[str]:

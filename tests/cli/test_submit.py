@@ -422,6 +422,19 @@ def test_slurm_with_wait_follows_the_job(config):
     assert re.search(r"the run failed \(job \d+ is FAILED\): ValueError: the cause of it all", out)
 
 
+@pytest.mark.slurm
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_batch_script_that_fails_is_told(config, nodes):
+    overrides = ["cluster.time_min=2", 'cluster.setup=["false"]']
+    process = with_function("tell", "c.yaml", "--nodes", nodes, "--wait", "--set", *overrides)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert re.search(
+        r"the run failed \(job \d+ is FAILED\): the job ended before its first process began; its batch script", out
+    )
+    assert re.search(r"\nbatch script: line \d+ ended with code 1: false\nlogs: ", out)
+
+
 def test_options_lists_every_key_with_help_and_default(capsys):
     assert submit.main(["--options"]) == 0
     out = capsys.readouterr().out

@@ -88,6 +88,30 @@ def test_the_result_is_bash(nodes, tmp_path):
     subprocess.run(["bash", "-n", path], check=True)
 
 
+def run(text, folder, environment=None, **programs):
+    """Run the script with programs of one shell line in place of Slurm's."""
+    for name, line in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    path = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash", "-c", text],
+        cwd=folder,
+        env={**os.environ, **path, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_nodes_that_another_job_left_in_the_environment_do_not_count(tmp_path):
+    left_over = {"PRL_NODES_1": "n8=10.0.0.8", "SLURM_JOB_NODELIST": "n1"}
+    scontrol = "echo NodeName=n1 Arch=x86_64 NodeAddr=10.0.0.1 State=IDLE"
+    done = run(script(1), tmp_path, left_over, scontrol=scontrol, srun="env | grep ^PRL_NODES")
+    assert done.stdout == "PRL_NODES_0=n1=10.0.0.1\n", done.stderr
+
+
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize(
     ("setup", "line", "words"),
@@ -98,12 +122,7 @@ def test_the_result_is_bash(nodes, tmp_path):
 )
 def test_a_line_that_fails_ends_the_script_and_is_told(nodes, setup, line, words, tmp_path):
     text = script(nodes, setup=setup)
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 7\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30, check=False
-    )
+    done = run(text, tmp_path, scontrol="exit 7")
     number = next(n for n, found in enumerate(text.splitlines(), 1) if found.startswith(line))
     assert done.returncode == int(words.split()[3].rstrip(":"))
     assert done.stderr.startswith(f"{BATCH_FAILED}{number} {words}")
