@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,17 @@ def main() -> int:
         print(f"rollouts: {options.run}: has no rollout files: {words}", file=sys.stderr)
         return 1
     ends = Ends(run)
-    tokenizer = tokenizers.Tokenizer.from_file(str(run.model / "tokenizer.json"))
-    rows = limited((row for row in all_rows(files, ends, tokenizer) if wanted(row, options)), options.limit)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(run.model / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing narrower
+        print(f"rollouts: {run.model / 'tokenizer.json'}: cannot be read, and texts need it: {error}", file=sys.stderr)
+        return 1
+    rows = islice((row for row in all_rows(files, ends, tokenizer) if wanted(row, options)), options.limit)
+    first = next(rows, None)
+    if first is None:
+        print(f"rollouts: {options.run}: none of its rollouts is as asked for; leave out some of the filters", file=sys.stderr)
+        return 1
+    rows = chain([first], rows)
     form = options.format or (options.output.suffix.removeprefix(".") if options.output else "text")
     try:
         if form == "parquet":
@@ -78,6 +87,9 @@ def main() -> int:
                 out.writelines(to_text(row) if form == "text" else json.dumps(row) + "\n" for row in rows)
     except BrokenPipeError:  # the reader has seen enough
         sys.stderr.close()
+    except OSError as error:
+        print(f"rollouts: {options.output or 'the output'} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -90,7 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-reward", type=float, metavar="R")
     parser.add_argument("--finish", metavar="REASON", help="a turn that ended so: stop, length or abort")
     parser.add_argument("--version", metavar="LINEAGE:STEP", help="some tokens were sampled by this version")
-    parser.add_argument("--limit", type=int, metavar="N", help="no more than so many turns")
+    parser.add_argument("--limit", type=positive, metavar="N", help="no more than so many turns")
     parser.add_argument("--format", choices=("text", "jsonl", "parquet"), help="default: the output's suffix, or text")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: the terminal")
     options = parser.parse_args()
@@ -99,6 +111,12 @@ def parse() -> argparse.Namespace:
     if options.format is None and options.output is not None and options.output.suffix not in (".jsonl", ".parquet", ".text"):
         parser.error(f"--output {options.output}: end it in .jsonl, .parquet or .text, or give --format")
     return options
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return int(text)
 
 
 def steps(text: str) -> range:
@@ -178,13 +196,6 @@ def wanted(row: Row, options: argparse.Namespace) -> bool:
     )
 
 
-def limited(rows: Iterator[Row], limit: int | None) -> Iterator[Row]:
-    for number, row in enumerate(rows):
-        if number == limit:
-            return
-        yield row
-
-
 def to_text(row: Row) -> str:
     trained = f"trained in step {row['step']}" if row["step"] is not None else row["end"] or "no end yet"
     head = (
@@ -196,7 +207,7 @@ def to_text(row: Row) -> str:
 
 
 def write_parquet(path: Path, rows: Iterator[Row]) -> None:
-    with parquet.ParquetWriter(path, SCHEMA) as writer:
+    with path.open("wb") as file, parquet.ParquetWriter(file, SCHEMA) as writer:
         batch: list[Row] = []
         for row in rows:
             batch.append({**row, "metrics": list(row["metrics"].items())})

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from prl.cli import console
 from prl.cluster.split import make_split
+from prl.config.checks import check_numbers, current_folder, resolve_paths, shape_problems
 from prl.config.load import ConfigError, load, replace
 
 
@@ -22,14 +23,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.prepare()
     options = parser.parse_args(arguments)
     try:
+        folder = current_folder()
         config = load(options.config, options.set)
         if options.nodes is not None:
             config = replace(config, cluster={"nodes": options.nodes})
-        print(make_split(config).describe())
+        config = resolve_paths(config, folder)
+        check_numbers(config)
+        split = make_split(config)
+        problems = shape_problems(config)
+        if problems:
+            raise ConfigError("\n".join(problems))
+        print(split.describe(), flush=True)
+    except BrokenPipeError:  # the reader has read enough
+        return 0
     except ConfigError as error:
         for line in str(error).splitlines():
-            print(f"prl-plan: error: {line}", file=sys.stderr)
+            console.tell(f"prl-plan: error: {console.printable(line)}")
         return 2
+    except OSError as error:
+        console.tell(f"prl-plan: error: {console.printable(str(error))}")
+        return 1
+    finally:
+        console.silence_broken()
     return 0
 
 

@@ -23,7 +23,7 @@ from prl.cluster.run import ProgramError
 from prl.cluster.slurm import SlurmError, check_slurm
 from prl.cluster.split import Split, make_split
 from prl.cluster.submission import Submission, SubmissionError
-from prl.config.checks import check, model_of, resolve_paths
+from prl.config.checks import check, check_numbers, current_folder, model_of, resolve_paths
 from prl.config.layout import layout_problems
 from prl.config.load import ConfigError, load, replace
 from prl.config.memory import describe_memory, fullest_rank, gathered_bytes, microbatch_tokens
@@ -67,6 +67,7 @@ def _main(options: argparse.Namespace, interrupts: Interrupts) -> int:
         return 0
     try:
         config, folder, attempt = _read(options)
+        check_numbers(config)
         if options.dry_run:
             _show(config, make_split(config), folder, attempt)  # also where something is missing yet; what, is said below
         _check(config, resume=options.resume is not None)
@@ -127,16 +128,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _read(options: argparse.Namespace) -> tuple[Config, RunFolder, int]:
     """The configuration with all overrides and absolute paths, the run's folder, and the attempt that may be made there."""
-    attempt = 1
+    here, attempt = current_folder(), 1
     if options.resume is not None:
         config, attempt = _read_resumed(options)
     elif options.config is None:
         raise ConfigError("name a configuration, e.g. configs/quickstart.yaml, or a run with --resume")
     else:
-        path = Path(options.config)
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: is no regular file; name a YAML file, e.g. configs/quickstart.yaml")
-        config = load(path, options.set)
+        config = load(options.config, options.set)
     if options.replay is not None:
         config = replace(config, run={"replay": str(Path(options.replay).absolute())})
     if options.replay_rollouts:
@@ -145,7 +143,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, RunFolder, int]:
         config = replace(config, run={"replay_from": "rollouts"})
     if options.nodes is not None:
         config = replace(config, cluster={"nodes": options.nodes})
-    config = resolve_paths(config, Path.cwd())
+    config = resolve_paths(config, here)
     return config, RunFolder(config.run.folder), attempt
 
 
@@ -158,7 +156,7 @@ def _read_resumed(options: argparse.Namespace) -> tuple[Config, int]:
         raise ConfigError(f"--resume takes the configuration from the run itself; leave out {options.config}")
     whole = run_of_attempt(folder.path)
     if whole is not None:
-        raise ConfigError(f"{named}: is one attempt of a run, and a run folder is wanted: --resume {whole}")
+        raise ConfigError(f"{named}: is one attempt of a run, and a run folder is wanted: --resume {shlex.quote(str(whole))}")
     if not folder.config.is_file():
         raise ConfigError(f"{named}: no run lies there (no {folder.config})")
     attempt = submission.next_attempt(folder)
@@ -334,11 +332,12 @@ def _tell_how_to_go_on(run: RunFolder) -> None:
 
 
 def _leave(job: Submission) -> int:
+    run, logs, stop = (shlex.quote(str(path)) for path in (job.run, job.run.logs(job.attempt), job.run.stop))
     print(f"job {job.job_id} submitted; what to do next:")
     print(f"  squeue -j {job.job_id:<24} is it running?")
-    print(f"  prl-report {job.run}   how does it learn?")
-    print(f"  tail -F {job.run.logs(job.attempt)}/*.log")
-    print(f"  touch {job.run.stop}   end after the step in hand, with a checkpoint")
+    print(f"  prl-report {run}   how does it learn?")
+    print(f"  tail -F {logs}/*.log")
+    print(f"  touch {stop}   end after the step in hand, with a checkpoint")
     print(f"  scancel {job.job_id:<23} end at once")
     return 0
 

@@ -3,14 +3,16 @@
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError, model_config, new_model_config, read_model_config
 from prl.config.layout import layout_problems, tensor_misfit
-from prl.config.load import ConfigError, out_of_bounds, replace
+from prl.config.load import ConfigError, out_of_bounds, replace, shown
 from prl.config.loss_checks import loss_problems, loss_warnings
 from prl.config.machine import free_memory_bytes, machine_problems
 from prl.config.model_files import tokenizer_problems, weight_problems
@@ -40,15 +42,23 @@ _OWN_ENGINE_ARGS = (
     *("enable-expert-parallel", "enable-eplb", "eplb-config"),
 )
 _OWN_ENGINE_PREFIXES = ("data-parallel-", "ssl-")
-LIMITS = {  # of every whole number: far above what any run needs, and below what breaks something
+LIMITS = {  # of every number without a bound of its own: far above what any run needs, and below what breaks something
     2**63: "run.seed",
     10**9: "run.steps run.max_lag run.evaluate_every_steps run.evaluate_problems run.epochs train.warmup_steps "
     "train.schedule_steps train.max_skipped_steps train.checkpoint_keep_last train.checkpoint_keep_every_steps "
-    "train.checkpoint_every_steps train.coefficient_steps preprocess.pack_tokens preprocess.denominator_tokens",
+    "train.checkpoint_every_steps train.coefficient_steps preprocess.pack_tokens preprocess.denominator_tokens "
+    "run.stop_at_reward train.learning_rate train.min_learning_rate train.epsilon train.weight_decay train.clip_grad "
+    "train.clip_high train.truncate train.ratio_penalty train.value_coefficient train.value_rate_factor train.token_mask_low "
+    "train.token_mask_high train.sequence_mask_low train.sequence_mask_high train.entropy_coefficient train.kl_coefficient "
+    "train.entropy_coefficient_end train.kl_coefficient_end train.peak_tflops",
     10**8: "sample.max_model_len actor.max_tokens model.max_positions",
     10**7: "model.ffn_size model.expert_ffn_size cluster.time_min",
     10**6: "run.steps_per_generation run.groups_per_step run.rollouts_per_group run.min_rollouts_per_group "
-    "run.stop_after_evaluations model.hidden_size sample.max_num_seqs actor.max_groups actor.lease_groups streams.roll_groups",
+    "run.stop_after_evaluations model.hidden_size sample.max_num_seqs actor.max_groups actor.lease_groups streams.roll_groups "
+    "actor.temperature cluster.gpu_memory_gib cluster.memory_per_node_gib "
+    "run.group_deadline_s sample.restart_pause_s actor.request_s actor.rollout_s verifier.check_s weights.group_s "  # 11 days
+    "weights.update_s streams.redis.full_s streams.redis.reconnect_s streams.roll_s metrics.flush_s control.heartbeat_s "
+    "control.lost_after_s control.start_s control.wait_s control.stop_s",
     10**5: "model.layers model.heads model.kv_heads model.head_dim model.experts model.experts_per_token train.lora_rank "
     "cluster.nodes cluster.train_nodes cluster.cpus_per_node",
     10**4: "train.tensor_parallel train.pipeline_parallel train.virtual_pipeline train.context_parallel train.expert_parallel "
@@ -63,34 +73,44 @@ UNUSABLE_IN_PATHS = ":%\\"  # of the run folder: it stands in PYTHONPATH, in sba
 def resolve_paths(config: Config, base: Path) -> Config:
     """The same configuration with an explicit run folder (default: runs/<name>) and every path absolute, so that it means
     the same in the job, on other nodes and at a resume. Relative paths count from `base`."""
-    folder = Path(config.run.folder or f"runs/{config.run.name}")
-    if "\0" in str(folder):
-        raise ConfigError(f"run.folder = {str(folder)!r}: no path can hold NUL; give another run.folder or run.name")
-    try:
-        folder = folder.expanduser()
-    except RuntimeError:
-        raise ConfigError(f"run.folder = {folder}: there is no such user; write the path out") from None
-    config = replace(config, run={"folder": str(base / folder)})
-    if config.model.path:
-        config = replace(config, model={"path": str(base / Path(config.model.path).expanduser())})
-    password_file = config.streams.redis.password_file
-    if password_file:
-        redis = dataclasses.replace(config.streams.redis, password_file=str(base / Path(password_file).expanduser()))
-        config = replace(config, streams={"redis": redis})
+    folder = _expand("run.folder", config.run.folder or f"runs/{config.run.name}", base)
+    config = replace(config, run={"folder": folder}, model={"path": _expand("model.path", config.model.path, base)})
+    redis = config.streams.redis
+    if redis.password_file:
+        password_file = _expand("streams.redis.password_file", redis.password_file, base)
+        config = replace(config, streams={"redis": dataclasses.replace(redis, password_file=password_file)})
     domains = tuple(
-        dataclasses.replace(domain, options={key: _absolute(key, value, base) for key, value in domain.options.items()})
-        for domain in config.domains
+        dataclasses.replace(domain, options=_with_absolute_paths(domain.options, f"domains[{number}].options.", base))
+        for number, domain in enumerate(config.domains)
     )
     return dataclasses.replace(config, domains=domains)
+
+
+def current_folder() -> Path:
+    """Raises ConfigError where it was deleted."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder does not exist any more; change to one that does") from None
+
+
+def check_numbers(config: Config) -> None:
+    """What everything else reckons with. Raises ConfigError that lists every number out of its bounds, one a line."""
+    outside = [*out_of_bounds(config), *_too_large(config)]
+    if outside:
+        raise ConfigError("\n".join(outside))
+
+
+def shape_problems(config: Config) -> list[str]:
+    """What keeps the model, as far as it is known, from being laid out over devices as the configuration says."""
+    model = model_of(config)
+    return [*layout_problems(config.train, model), *(_fit(config, model) if model is not None else ())]
 
 
 def check(config: Config, *, resume: bool = False, memory_bytes: int | None = None) -> list[str]:
     """Check a configuration whose paths are resolved, before anything is written. Gives warnings; raises ConfigError that
     lists every problem, one a line. `memory_bytes` is what this machine has free (default: asked of it)."""
-    outside = out_of_bounds(config)
-    outside += _too_large(config)
-    if outside:  # the other checks reckon with these values
-        raise ConfigError("\n".join(outside))
+    check_numbers(config)
     model, problems = _model(config)
     problems += _model_files(config)
     problems += _run(config)
@@ -105,6 +125,8 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
         problems += _fit(config, model)
     if not resume:
         problems += _folder(config)
+    elif not _may_write(Path(config.run.folder)):
+        problems.append(f"--resume {config.run.folder}: the run's folder cannot be written; have its owner permit it (chmod)")
     if config.cluster.nodes is None:
         problems += machine_problems(config, model, free_memory_bytes() if memory_bytes is None else memory_bytes)
     if problems:
@@ -122,14 +144,24 @@ def is_path_key(key: str) -> bool:
     return key in ("path", "paths") or key.endswith(("_path", "_paths"))
 
 
-def _absolute(key: str, value: Any, base: Path) -> Any:
-    if not is_path_key(key):
-        return value
-    if isinstance(value, str):
-        return str(base / Path(value).expanduser()) if value else value
+def _with_absolute_paths(options: Mapping[str, Any], where: str, base: Path) -> dict[str, Any]:
+    return {key: _absolute(f"{where}{key}", value, base) if is_path_key(key) else value for key, value in options.items()}
+
+
+def _absolute(name: str, value: Any, base: Path) -> Any:
     if isinstance(value, list | tuple):
-        return [_absolute(key, item, base) for item in value]
-    return value
+        return [_absolute(name, item, base) for item in value]
+    return _expand(name, value, base) if isinstance(value, str) else value
+
+
+def _expand(name: str, path: str, base: Path) -> str:
+    """A path of an option, absolute: ~ is a home folder, and relative ones count from `base`. An empty one stays so."""
+    if "\0" in path:
+        raise ConfigError(f"{name} = {shown(path)}: no path can hold NUL; give another")
+    try:
+        return str(base / Path(path).expanduser()) if path else path
+    except RuntimeError:
+        raise ConfigError(f"{name} = {path}: there is no such user; write the path out") from None
 
 
 def _model(config: Config) -> tuple[ModelConfig | None, list[str]]:
@@ -352,12 +384,18 @@ def _folder(config: Config) -> Iterator[str]:
             first = next(path for path in (run, *run.parents) if os.path.lexists(path))
             if first == run or not first.is_dir():
                 yield f"run.folder = {run}: {first} is no folder; {other}"
+            elif not _may_write(first):
+                yield f"run.folder = {run}: {first} cannot be written; {other}, or have its owner permit it (chmod)"
         elif not any(run.iterdir()):
-            return
+            if not _may_write(run):
+                yield f"run.folder = {run}: cannot be written; {other}, or have its owner permit it (chmod)"
         elif not (run / "config.yaml").exists():
             yield f"run.folder = {run}: is not empty and holds no run; {other}"
         elif any(run.glob("checkpoints/step_*/manifest.json")):
-            yield f"run.folder = {run}: already holds another run; go on with it by prl-submit --resume {run}, or {other}"
+            yield (
+                f"run.folder = {run}: already holds another run; go on with it by prl-submit --resume {shlex.quote(str(run))}, "
+                f"or {other}"
+            )
         else:
             yield (
                 f"run.folder = {run}: already holds another run, which has no checkpoint to go on from; delete the folder, or "
@@ -367,15 +405,21 @@ def _folder(config: Config) -> Iterator[str]:
         yield f"run.folder = {run}: {error.strerror}; {other}"
 
 
+def _may_write(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
+
+
 def _too_large(config: Config) -> Iterator[str]:
-    """Whole numbers that no run needs, and that arrays, seeds, sockets or a machine's memory cannot take."""
+    """Numbers that no run needs, and that arrays, seeds, sockets, timers or a machine's memory cannot take."""
+    found = False
     for limit, keys in LIMITS.items():
         for section, key in (name.rsplit(".", 1) for name in keys.split()):
             value = getattr(attrgetter(section)(config), key)
             if value is not None and value >= limit:
-                yield f"{section}.{key} = {value}: must be below {limit}"
+                yield f"{section}.{key} = {shown(value)}: must be below {limit}"
+                found = True
     run = config.run
-    if run.groups_per_step * run.rollouts_per_group >= STEP_ROLLOUTS:
+    if not found and run.groups_per_step * run.rollouts_per_group >= STEP_ROLLOUTS:
         yield (
             f"run.groups_per_step = {run.groups_per_step}: with run.rollouts_per_group = {run.rollouts_per_group} a step has "
             f"{run.groups_per_step * run.rollouts_per_group} rollouts; it must have fewer than {STEP_ROLLOUTS}"
@@ -390,6 +434,9 @@ def _sbatch(config: Config) -> Iterator[str]:
     for key, value in named.items():
         if value is not None and not value.isprintable():
             yield f"{key!r} = {value!r}: give one line without control characters"
+    for key in cluster.sbatch:
+        if not re.fullmatch("(--)?[A-Za-z][A-Za-z0-9_-]*", key):
+            yield f"cluster.sbatch.{key}: is no option of sbatch; give the name of one, e.g. constraint"
     for number, line in enumerate(cluster.setup):
         if "\0" in line:
             yield f"cluster.setup[{number}] = {line!r}: give a line without NUL"

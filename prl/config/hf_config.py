@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
 }
 VOCABULARIES = {"digits": 16, "bytes": 260}  # tokens of the tokenizers that prl.runfolder.model writes
+_MANY = 10**5  # layers, heads, experts
 _ROPE_THETA = 10000.0
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -97,7 +98,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         return model_config(json.loads(path.read_text()))
     except FileNotFoundError:
         raise UnsupportedModelError(f"{path} does not exist: model.path must be a Hugging Face model folder") from None
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     except KeyError as error:
         raise UnsupportedModelError(f"{path}: the key {error.args[0]!r} is missing") from None
@@ -120,13 +121,13 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     turned = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0
     if turned != 1.0:
         raise UnsupportedModelError(f"partial_rotary_factor = {turned} is not supported, only 1")
-    heads, hidden_size = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
+    heads, hidden_size = _size(raw, "num_attention_heads", _MANY), _size(raw, "hidden_size")
     return ModelConfig(
         architecture=architecture,
         vocabulary=_size(raw, "vocab_size"),
         hidden_size=hidden_size,
         ffn_size=_size(raw, "intermediate_size"),
-        layers=_size(raw, "num_hidden_layers"),
+        layers=_size(raw, "num_hidden_layers", _MANY),
         heads=heads,
         kv_heads=heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads"),
         head_dim=hidden_size // heads if raw.get("head_dim") is None else _size(raw, "head_dim"),
@@ -185,10 +186,12 @@ def new_model_config(options: ModelOptions, end: int, pad: int) -> dict[str, Any
     return config
 
 
-def _size(raw: Mapping[str, Any], key: str) -> int:
+def _size(raw: Mapping[str, Any], key: str, limit: int = 10**8) -> int:
     value = raw[key]
     if type(value) is not int or value < 1:
         raise UnsupportedModelError(f"{key} = {value!r}: expected a whole number of at least 1")
+    if value >= limit:
+        raise UnsupportedModelError(f"{key} = {str(value)[:20]}{'...' * (value >= 10**20)}: must be below {limit}")
     return value
 
 
@@ -250,7 +253,7 @@ def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw["model_type"] != "qwen3_moe":
         return {"experts": 0, "experts_per_token": 0, "expert_ffn_size": 0, "experts_weights_sum_to_one": False}
     key = "num_experts" if "num_experts" in raw else "num_local_experts"
-    experts, chosen = _size(raw, key), _size(raw, "num_experts_per_tok")
+    experts, chosen = _size(raw, key, _MANY), _size(raw, "num_experts_per_tok")
     if chosen > experts:
         raise UnsupportedModelError(f"num_experts_per_tok = {chosen}: there are {experts} experts")
     if chosen == 1 and raw.get("norm_topk_prob", False):

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from yaml import YAMLError
 from prl.config.bounds import bounds_of, describe
 from prl.config.schema import Config
 
+SHOWN = 80  # characters of a value, in messages
+
 
 class ConfigError(Exception):
     """What is wrong with a configuration, where, and what to do; one line a problem."""
@@ -25,6 +28,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError naming the file, the key and the nearest known key or the bound."""
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: is no regular file; name a YAML file, e.g. configs/quickstart.yaml")
         loaded = OmegaConf.load(path)
         if not isinstance(loaded, DictConfig):
             raise ConfigError(f"{path}: expected sections such as run: and model:, found a list")
@@ -33,8 +38,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         plain = OmegaConf.to_container(loaded, resolve=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; the configs that come with prl are in configs/") from None
-    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{path}: {key}{_words(error)}") from error
+    except (OSError, YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {_words(error)}") from error
     assert isinstance(plain, dict)
     problems: list[str] = []
     config: Config | None = _build(Config, plain, "", problems)
@@ -49,11 +57,31 @@ def _apply(tree: DictConfig, override: str) -> None:
     """Set one key; entries of lists go by their number: domains.0.weight=2."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r}: write key=value, e.g. run.steps=10 or domains.0.weight=2")
+        raise ConfigError(f"override {shown(override)}: write key=value, e.g. run.steps=10 or domains.0.weight=2")
+    if any(re.fullmatch(r"-\d+", part) for part in re.split(r"[.\[\]]", key)):
+        raise ConfigError(f"override {shown(override)}: entries of lists are counted from 0, e.g. domains.0.weight=2")
     try:
         OmegaConf.update(tree, key, OmegaConf.from_dotlist([f"value={text}"])["value"], force_add=True)
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError, IndexError) as error:
-        raise ConfigError(f"override {override!r}: {error}") from error
+        raise ConfigError(f"override {shown(override)}: {_words(error)}") from error
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it: not at any length."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out whole numbers of up to 4300 digits
+        return "(a number of thousands of digits)"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+
+
+def _words(error: Exception) -> str:
+    """What an error says to whoever wrote a configuration, not to a programmer."""
+    if isinstance(error, OmegaConfBaseException):
+        return str(error).partition("\n")[0]  # behind it come omegaconf's own objects
+    if isinstance(error, ValueError):
+        return f"a value cannot be read: {str(error).partition('; use sys.')[0]}"
+    return str(error)
 
 
 def out_of_bounds(config: Config) -> list[str]:
@@ -72,11 +100,11 @@ def _out_of_bounds(options: Any, where: str) -> Iterator[str]:
                 if dataclasses.is_dataclass(item):
                     yield from _out_of_bounds(item, f"{name}[{number}].")
         elif isinstance(value, float) and not math.isfinite(value):
-            yield f"{name} = {value}: must be a finite number"
+            yield f"{name} = {shown(value)}: must be a finite number"
         elif isinstance(value, int | float):
             bounds = bounds_of(hints[field.name])
             if not all(bound.holds(value) for bound in bounds):
-                yield f"{name} = {value}: must be {describe(bounds)}"
+                yield f"{name} = {shown(value)}: must be {describe(bounds)}"
 
 
 def dump(config: Config) -> str:
@@ -128,7 +156,7 @@ def _convert(kind: Any, value: Any, name: str, problems: list[str]) -> Any:
         return _convert_union(arguments, value, name, problems)
     if origin is Literal:
         if value not in arguments:
-            problems.append(f"{name}: expected one of {', '.join(map(str, arguments))}; found {value!r}")
+            problems.append(f"{name}: expected one of {', '.join(map(str, arguments))}; found {shown(value)}")
         return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if isinstance(value, Mapping):
@@ -145,11 +173,14 @@ def _convert(kind: Any, value: Any, name: str, problems: list[str]) -> Any:
     elif kind is Any:
         return value
     elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            problems.append(f"{name} = {shown(value)}: is too large for a number")
     elif isinstance(kind, type) and isinstance(value, kind) and not (kind is not bool and isinstance(value, bool)):
         return value
     else:
-        problems.append(f"{name}: expected {_type_name(kind)}, found {_kind(value)} {value!r}")
+        problems.append(f"{name}: expected {_type_name(kind)}, found {_kind(value)} {shown(value)}")
     return None
 
 
@@ -167,7 +198,7 @@ def _convert_union(kinds: Sequence[Any], value: Any, name: str, problems: list[s
         problems.extend(trial)
     else:
         expected = " or ".join(_type_name(kind) for kind in kinds)
-        problems.append(f"{name}: expected {expected}, found {_kind(value)} {value!r}")
+        problems.append(f"{name}: expected {expected}, found {_kind(value)} {shown(value)}")
     return None
 
 

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from prl.config.bounds import Above
+from prl.config.bounds import Above, AtLeast
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlOptions:
-    heartbeat_s: Annotated[float, "seconds between two heartbeats of a process", Above(0)] = 1.0
+    heartbeat_s: Annotated[float, "seconds between two heartbeats of a process", AtLeast(0.01)] = 1.0
     lost_after_s: Annotated[float, "a process that was silent for so many seconds counts as lost", Above(0)] = 30.0
     start_s: Annotated[float, "seconds that every process has to start and join", Above(0)] = 300.0
     wait_s: Annotated[float, "deadline of a wait for work (a batch, a version, a lease), in seconds", Above(0)] = 600.0

@@ -215,10 +215,10 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         plain = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
         return {}
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ReportError(f"{path}: not a configuration: {error}") from error
-    if not isinstance(plain, dict):
-        raise ReportError(f"{path}: expected sections such as run: and model:")
+    if not isinstance(plain, dict) or not isinstance(plain.get("run") or {}, dict):
+        raise ReportError(f"{path}: expected sections such as run: and model:, each with keys and values")
     return {str(key): value for key, value in plain.items()}
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -9,6 +11,7 @@ import pytest
 from safetensors.numpy import load as load_safetensors
 from tokenizers import Tokenizer, models
 
+from prl.config.bounds import AtMost, Below, bounds_of
 from prl.config.checks import LIMITS, check, resolve_paths
 from prl.config.hf_config import model_config
 from prl.config.load import ConfigError, load, replace
@@ -111,6 +114,9 @@ def test_rewards_that_are_not_compared_need_no_others(good):
             {"sbatch": {"comment": "a\n#SBATCH --x"}},
             "'cluster.sbatch.comment' = 'comment=a\\n#SBATCH --x': give one line",
         ),
+        ("cluster", {"sbatch": {"foo bar": 1}}, "cluster.sbatch.foo bar: is no option of sbatch; give the name of one"),
+        ("cluster", {"sbatch": {"": 1}}, "cluster.sbatch.: is no option of sbatch"),
+        ("run", {"rollouts_per_group": 10**4000}, f"run.rollouts_per_group = 1{'0' * 79}... (4001 characters): must be below"),
         ("model", {"init": "pretrained", "architecture": None}, "model.path is empty: name a Hugging Face folder"),
         ("model", {"architecture": None}, "model.architecture = null: with init: random give"),
         ("model", {"path": "/no/such/model", "architecture": None}, "model.path = /no/such/model: no such folder"),
@@ -281,6 +287,8 @@ def test_a_model_that_prl_does_not_know(good, tmp_path):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"vocab_size": "many"}, "vocab_size = 'many': expected a whole number of at least 1"),
         ({"hidden_size": None}, "hidden_size = None: expected a whole number"),
+        ({"hidden_size": 10**400}, "hidden_size = 10000000000000000000...: must be below 100000000"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers = 100000: must be below 100000"),
     ],
 )
 def test_a_model_that_the_trainer_would_compute_wrongly(good, tmp_path, changes, words):
@@ -327,6 +335,9 @@ def test_a_broken_model_config(good, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{")
     (line,) = problems(config)
     assert "config.json cannot be read: JSONDecodeError" in line
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**LLAMA, "rms_norm_eps": 10**400}))
+    (line,) = problems(config)
+    assert "config.json cannot be read: OverflowError" in line
 
 
 def test_domains_need_their_files(good, tmp_path):
@@ -341,13 +352,25 @@ def test_domains_need_their_files(good, tmp_path):
     assert line.startswith("domains[1].name = digits: is named already by domains[0]")
 
 
+def with_options(config, **options):
+    return dataclasses.replace(config, domains=(DomainOptions(name="gsm8k", options=options),))
+
+
 def test_the_run_folder_may_start_at_home_and_must_be_a_path(good, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     found = resolve_paths(replace(good, run={"folder": "~/runs/a"}), Path("/base"))
     assert found.run.folder == "/home/me/runs/a"
-    for folder, words in (("~nobody-of-this-name/a", "there is no such user"), ("a\0b", "no path can hold NUL")):
-        with pytest.raises(ConfigError, match=words):
-            resolve_paths(replace(good, run={"folder": folder}), Path("/base"))
+    assert resolve_paths(replace(good, model={"path": "~/m"}), Path("/base")).model.path == "/home/me/m"
+    for path, words in (("~nobody-of-this-name/a", "there is no such user"), ("a\0b", "no path can hold NUL")):
+        for key, config in (
+            ("run.folder", replace(good, run={"folder": path})),
+            ("model.path", replace(good, model={"path": path})),
+            ("streams.redis.password_file", replace(good, streams={"redis": RedisOptions(password_file=path)})),
+            ("domains[0].options.paths", with_options(good, paths=["a", path])),
+            ("domains[0].options.other_path", with_options(good, other_path=path)),
+        ):
+            with pytest.raises(ConfigError, match=rf"^{re.escape(key)} = .*: {words}"):
+                resolve_paths(config, Path("/base"))
 
 
 def test_a_folder_that_holds_another_run(good):
@@ -368,6 +391,34 @@ def test_a_folder_that_holds_another_run(good):
     (line,) = problems(replace(good, run={"folder": str(folder / "notes.txt/under")}))
     assert line.startswith(f"run.folder = {folder}/notes.txt/under: {folder}/notes.txt is no folder")
     assert check(good, resume=True, memory_bytes=16 * GIB) == []
+
+
+def test_a_folder_that_cannot_be_written(good, tmp_path):
+    parent = tmp_path / "mine"
+    (parent / "runs").mkdir(parents=True)
+    for folder in (parent, parent / "runs", tmp_path):
+        folder.chmod(0o555)
+    before = os.geteuid()
+    if before == 0:
+        for folder in tmp_path.parents[:3]:  # pytest's own
+            folder.chmod(folder.stat().st_mode | 0o111)
+        os.seteuid(65534)  # root may write anywhere
+    try:
+        (new,) = problems(replace(good, run={"folder": str(parent / "one" / "two")}))
+        (there,) = problems(replace(good, run={"folder": str(parent / "runs")}))
+    finally:
+        os.seteuid(before)
+    assert new.startswith(f"run.folder = {parent}/one/two: {parent} cannot be written; choose another run.folder or run.name")
+    assert there.startswith(f"run.folder = {parent}/runs: cannot be written; choose another run.folder or run.name, or have")
+
+
+def test_a_suggested_command_can_be_copied(good, tmp_path):
+    folder = tmp_path / "my run"
+    (folder / "checkpoints/step_000005").mkdir(parents=True)
+    (folder / "checkpoints/step_000005/manifest.json").touch()
+    (folder / "config.yaml").touch()
+    (line,) = problems(replace(good, run={"folder": str(folder)}))
+    assert f"go on with it by prl-submit --resume '{folder}', or choose" in line
 
 
 def test_a_machine_with_too_little_memory(good):
@@ -446,21 +497,29 @@ def test_redis_needs_one_server(good, tmp_path):
     assert resolve_paths(there, tmp_path).streams.redis.password_file == str(tmp_path / "secret")
 
 
-def whole_numbers(options, prefix=""):
-    """The names of all keys that take a whole number."""
-    hints = get_type_hints(type(options))
+def numbers(options, prefix=""):
+    """The names of all keys that take a number, but for those with an upper bound of their own."""
+    hints = get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):
-        value, kind = getattr(options, field.name), hints[field.name]
+        value, hint = getattr(options, field.name), hints[field.name]
+        kind = get_args(hint)[0]
         if dataclasses.is_dataclass(value):
-            yield from whole_numbers(value, f"{prefix}{field.name}.")
-        elif int in (kind, *get_args(kind)):
+            yield from numbers(value, f"{prefix}{field.name}.")
+        elif {int, float} & {kind, *get_args(kind)} and not any(isinstance(bound, AtMost | Below) for bound in bounds_of(hint)):
             yield f"{prefix}{field.name}"
 
 
-def test_every_whole_number_has_a_largest_value(good):
+def test_every_number_has_a_largest_value(good):
     limits = {key: limit for limit, keys in LIMITS.items() for key in keys.split()}
-    assert sorted(limits) == sorted(whole_numbers(good))
-    for key, value in (("weights.bucket_mib", 99999999999), ("sample.max_num_seqs", 99999999999), ("cluster.nodes", 10**5)):
+    assert sorted(limits) == sorted(numbers(good))
+    for key, value in (
+        ("weights.bucket_mib", 99999999999),
+        ("sample.max_num_seqs", 99999999999),
+        ("cluster.nodes", 10**5),
+        ("weights.group_s", 1e300),
+        ("control.stop_s", 1e6),
+        ("train.learning_rate", 1e9),
+    ):
         section, name = key.split(".")
         assert f"{key} = {value}: must be below {limits[key]}" in problems(replace(good, **{section: {name: value}}))
     (problem,) = problems(replace(good, streams={"redis": RedisOptions(max_mib=2**24)}))

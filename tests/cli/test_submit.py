@@ -1,3 +1,4 @@
+import configparser
 import json
 import os
 import re
@@ -106,6 +107,12 @@ def test_dry_run_tells_what_a_trainer_rank_needs_and_refuses_what_it_has_not(con
             "the model has none: set model.tokenizer: bytes",
         ),
         (["/dev/null"], "/dev/null: is no regular file"),
+        (["c.yaml", "--set", "cluster.replicas_per_node=1000000000"], "cluster.replicas_per_node = 1000000000: must be below"),
+        (["c.yaml", "--set", f"train.learning_rate={'9' * 400}"], "(400 characters): is too large for a number"),
+        (
+            ["c.yaml", "--set", "model.path=~nobody-of-this-name/x"],
+            "model.path = ~nobody-of-this-name/x: there is no such",
+        ),
         (["--resume", "runs/none"], "no run lies there"),
         (["c.yaml", "--resume", "runs/none"], "leave out c.yaml"),
     ],
@@ -451,6 +458,75 @@ def test_plan_prints_the_split(config, capsys):
     assert "sample 3 nodes, each: 1 sampler on CPUs" in out
     assert plan.main(["c.yaml", "--nodes", "0"]) == 2
     assert "prl-plan: error: cluster.nodes = 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("cluster.replicas_per_node=1000000000", "cluster.replicas_per_node = 1000000000: must be below 10000"),
+        ("train.tensor_parallel=7", "train.tensor_parallel = 7: does not divide the model's 2 query heads; choose one of 1, 2"),
+        (
+            "train.pipeline_parallel=3",
+            "train.pipeline_parallel = 3: with train.virtual_pipeline = 1 does not divide",
+        ),
+        ("run.folder=~nobody-of-this-name/x", "run.folder = ~nobody-of-this-name/x: there is no such user"),
+    ],
+)
+def test_plan_refuses_what_cannot_be_laid_out(config, capsys, option, words):
+    assert plan.main(["c.yaml", "--set", option]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"prl-plan: error: {words}")
+    assert said.out == ""
+
+
+def test_plan_has_a_word_for_an_output_that_takes_nothing(config):
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = [sys.executable, "-m", "prl.cli.plan", "c.yaml"]
+    for stream, code, words in (
+        (writing, 0, ""),
+        (os.open("/dev/full", os.O_WRONLY), 1, "prl-plan: error: [Errno 28] No space left on device\n"),
+    ):
+        done = subprocess.run(program, stdout=stream, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        os.close(stream)
+        assert (done.returncode, done.stderr) == (code, words)
+
+
+def test_a_current_folder_that_was_deleted(config, capsys):
+    (config / "gone").mkdir()
+    os.chdir(config / "gone")
+    (config / "gone").rmdir()
+    for command, name in ((submit, "prl-submit"), (plan, "prl-plan")):
+        assert command.main([str(config / "c.yaml")]) == 2
+        said = f"{name}: error: the current folder does not exist any more; change to one that does\n"
+        assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("command", ["submit", "plan", "report"])
+def test_ctrl_c_while_a_command_is_still_being_imported(config, command):
+    """Its import stands still at a module that waits."""
+    (config / "slow" / "argparse.py").parent.mkdir()
+    (config / "slow" / "argparse.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    program = [sys.executable, "-c", f"import sys; from prl.cli import start; sys.exit(start.{command}())"]
+    process = subprocess.Popen(
+        program,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{config / 'slow'}:{ROOT}"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[1] == ""
+    assert process.returncode == -signal.SIGINT
+
+
+def test_the_commands_start_where_ctrl_c_is_taken():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    scripts = settings["options.entry_points"]["console_scripts"].split("\n")[1:]
+    assert scripts == [f"prl-{name} = prl.cli.start:{name}" for name in ("submit", "report", "plan")]
 
 
 def test_a_login_node_never_imports_the_engines(config):

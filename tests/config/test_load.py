@@ -1,6 +1,7 @@
 """Loading: every key known, every type right, every message naming the key and the way out."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from typing import get_args, get_type_hints
@@ -79,11 +80,60 @@ def test_overrides_reach_into_lists(tmp_path):
     assert config.domains[0].options == {"sizes": [4, 5], "note": "hello", "limit": 7}
 
 
-@pytest.mark.parametrize("override", ["domains.7.weight=1", "domains.first.weight=1", "=1", "run.steps=[1"])
+@pytest.mark.parametrize(
+    "override",
+    ["domains.7.weight=1", "domains.-1.name=x", "domains[-1].name=x", "domains.first.weight=1", "=1", "run.steps=[1"],
+)
 def test_overrides_that_do_not_fit_are_named(tmp_path, override):
     with pytest.raises(ConfigError) as caught:
         load(written(tmp_path, GOOD), [override])
     assert override in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("9" * 400, f"train.learning_rate = {'9' * 80}... (400 characters): is too large for a number"),
+        (
+            "9" * 5000,
+            "a value cannot be read: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
+        ),
+        ("0x" + "f" * 5000, "train.learning_rate = (a number of thousands of digits): is too large for a number"),
+        ("x" * 5000, f"train.learning_rate: expected a number, found text '{'x' * 79}... (5002 characters)"),
+    ],
+)
+def test_values_of_any_length_are_quoted_shortly(tmp_path, value, words):
+    path = written(tmp_path, f"train: {{learning_rate: {value}}}")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path}: {words}"
+    with pytest.raises(ConfigError) as caught:
+        load(written(tmp_path, GOOD), [f"train.learning_rate={value}"])
+    assert str(caught.value).endswith(words)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run: {~: 1}", "run: Incompatible key type 'NoneType'"),
+        ('run: {name: "${nothing}"}', "run.name: Interpolation key 'nothing' not found"),
+    ],
+)
+def test_what_omegaconf_says_of_itself_is_left_out(tmp_path, text, words):
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path}: {words}"
+    with pytest.raises(ConfigError, match=r"^override 'run.name=\$\{run.name\}': Interpolation key 'run.name' not found$"):
+        load(written(tmp_path, GOOD), ["run.name=${run.name}"])
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(ConfigError, match=f"^{path}: is no regular file; name a YAML file"):
+            load(path)
 
 
 def test_all_problems_come_at_once(tmp_path):
@@ -96,7 +146,7 @@ def test_all_problems_come_at_once(tmp_path):
     ("override", "words"),
     [
         ("control.wait_s=-5", "control.wait_s = -5.0: must be above 0"),
-        ("control.heartbeat_s=0", "control.heartbeat_s = 0.0: must be above 0"),
+        ("control.heartbeat_s=0", "control.heartbeat_s = 0.0: must be at least 0.01"),
         ("actor.rollout_tries=0", "actor.rollout_tries = 0: must be at least 1"),
         ("actor.temperature=0", "actor.temperature = 0.0: must be above 0"),
         ("actor.top_p=1.5", "actor.top_p = 1.5: must be above 0 and at most 1"),
@@ -111,7 +161,9 @@ def test_all_problems_come_at_once(tmp_path):
         ("verifier.check_s=0", "verifier.check_s = 0.0: must be above 0"),
         ("weights.update_s=0", "weights.update_s = 0.0: must be above 0"),
         ("model.layers=0", "model.layers = 0: must be at least 1"),
-        ("domains.0.weight=0", "domains[0].weight = 0.0: must be above 0"),
+        ("control.heartbeat_s=1e-300", "control.heartbeat_s = 1e-300: must be at least 0.01"),
+        ("domains.0.weight=0", "domains[0].weight = 0.0: must be above 0 and at most 1e+06"),
+        ("domains.0.weight=1e300", "domains[0].weight = 1e+300: must be above 0 and at most 1e+06"),
         ("cluster.nodes=0", "cluster.nodes = 0: must be at least 1"),
     ],
 )

@@ -192,6 +192,23 @@ def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, make):
     assert str(tmp_path / "other") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run: 3", "config.yaml: expected sections such as run: and model:, each with keys and values"),
+        ("run: [1]", "config.yaml: expected sections such as run: and model:, each with keys and values"),
+        (f"run: {{steps: {'9' * 5000}}}", "config.yaml: not a configuration: Exceeds the limit (4300 digits)"),
+    ],
+)
+def test_a_configuration_that_is_none_is_told_in_words(tmp_path, capsys, text, words):
+    (tmp_path / "streams/ledger").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(text)
+    assert main([str(tmp_path)]) == 1
+    assert f"{tmp_path}/{words}" in capsys.readouterr().err
+    assert main([str(tmp_path), "--audit"]) == 1
+    assert capsys.readouterr().err.startswith("prl-report: error: ")
+
+
 def test_the_command_prints_text_and_json(tmp_path):
     run = new_run(tmp_path)
     end(run, 1)

@@ -63,8 +63,7 @@ def test_all_of_them_with_their_ends(every):
         (("--min-reward", 1), lambda row: row["reward"] == 1),
         (("--max-reward", 0.5), lambda row: row["reward"] == 0),
         (("--version", "0:1"), lambda row: "0:1" in row["versions"].split()),
-        (("--finish", "stop", "--version", "1:3"), lambda row: row["versions"] == "1:3"),
-        (("--finish", "length"), lambda row: False),
+        (("--finish", "stop", "--version", "0:2"), lambda row: row["versions"] == "0:2"),
     ],
 )
 def test_filters(run, every, arguments, fits):
@@ -83,8 +82,8 @@ def test_parquet_holds_the_same(run, every, tmp_path):
     assert [{**row, "metrics": dict(row["metrics"])} for row in table.to_pylist()] == every
 
 
-def refused(folder: Path) -> str:
-    program = [sys.executable, "tools/rollouts.py", str(folder)]
+def refused(folder: Path, *arguments) -> str:
+    program = [sys.executable, "tools/rollouts.py", str(folder), *map(str, arguments)]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert not done.stdout
@@ -93,6 +92,19 @@ def refused(folder: Path) -> str:
 
 def test_no_run(tmp_path):
     assert "no run lies there" in refused(tmp_path)
+
+
+def test_what_matches_nothing_or_cannot_be_written_is_told(run, tmp_path):
+    nothing = f"rollouts: {run}: none of its rollouts is as asked for; leave out some of the filters\n"
+    assert refused(run, "--problem", "foo") == nothing
+    assert refused(run, "--finish", "length", "--output", tmp_path / "x.parquet") == nothing
+    assert not (tmp_path / "x.parquet").exists()
+    for name in ("x.parquet", "x.jsonl"):
+        output = tmp_path / "absent" / name
+        assert refused(run, "--output", output) == f"rollouts: {output} cannot be written: No such file or directory\n"
+    shutil.copytree(run.path, tmp_path / "run")
+    (tmp_path / "run/model/tokenizer.json").write_text("{")
+    assert "model/tokenizer.json: cannot be read, and texts need it: " in refused(tmp_path / "run")
 
 
 def test_rollouts_that_went_through_redis_are_not_there(tmp_path):
