@@ -18,7 +18,7 @@ from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.checkpoints import Checkpoints, Moment
 from prl.orchestrator.journal import Journal
-from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, conclude
+from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, REPORTED, Cause, child_cause, conclude
 from prl.orchestrator.replicas import ReplicaDesk
 from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
@@ -255,13 +255,7 @@ class Orchestrator:
         if self._is_done_with(child.split()[0]) and (code == 0 or not child.startswith("trainer")):
             return {}
         role, index = child.split()
-        words = str(body["words"])
-        if code < 0:
-            cause = Cause(words, role, KILLED)  # by somebody else: its log knows nothing of it
-        else:
-            cause = Cause(
-                words, role, ENDED, log_end=f"the end of {body['log']}:\n{body['log_end']}" if body["log_end"] else ""
-            )
+        cause, words = child_cause(body), str(body["words"])
         if role != "sampler" or not self._has_joined(int(index)):
             self._causes.add(cause)
             return {}

@@ -1,8 +1,9 @@
 """Why an attempt ended: the first cause wins, but a process that was killed explains those that missed it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prl.runfolder.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome
 
@@ -27,6 +28,16 @@ ENDED = 4  # a child ended without a word, a process fell silent, a wait ran out
 
 class RunFailed(Exception):
     """Ends rank 0's task, so that the job counts as failed; carries the cause."""
+
+
+def child_cause(body: Mapping[str, Any]) -> Cause:
+    """Of a child that ended, as its agent tells it. The end of its log comes beside it, but not of one that was ended by a
+    signal: its log knows nothing of that."""
+    words, role = str(body["words"]), str(body["child"]).split()[0]
+    if int(body["code"]) < 0:
+        return Cause(words, role, KILLED)
+    log_end = f"the end of {body['log']}:\n{body['log_end']}" if body["log_end"] else ""
+    return Cause(words, role, ENDED, log_end=log_end)
 
 
 def conclude(causes: Sequence[Cause], done: str, steps: int, started: float) -> Outcome:

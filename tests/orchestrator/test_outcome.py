@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, conclude
-from prl.runfolder.outcome import reserve
+from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, child_cause, conclude
+from prl.runfolder.outcome import read_outcome, reserve
 
 LOST_PEER = Cause("trainer 0: connection reset by peer", "trainer", REPORTED)
 DEATH = Cause("trainer 1 was ended by SIGKILL", "trainer", KILLED)
@@ -34,6 +34,17 @@ def test_the_cause_that_explains_the_others_wins(tmp_path, causes, cause, outcom
     written = json.loads((tmp_path / "exit.json").read_text())
     assert written["cause"] == cause
     assert written["detail"] == ("Traceback ..." if cause == NO_START.words else "")
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "log_end"),
+    [(-9, "warning: harmless", ""), (3, "", ""), (3, "no memory", "the end of logs/sampler-0.log:\nno memory")],
+)
+def test_a_cause_is_one_line_with_the_end_of_a_log_that_may_explain_it_beside(tmp_path, code, log, log_end):
+    body = {"child": "sampler 0", "code": code, "words": "how it ended", "log": "logs/sampler-0.log", "log_end": log}
+    conclude([child_cause(body)], "", 3, time.time()).write(tmp_path / "exit.json")
+    ended = read_outcome(tmp_path / "exit.json")
+    assert (ended.cause, ended.role, ended.log_end, ended.detail) == ("how it ended", "sampler", log_end, "")
 
 
 def test_there_is_room_for_the_outcome_on_a_full_filesystem(tmp_path):
