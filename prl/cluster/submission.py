@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -78,7 +79,8 @@ class Submission:
                 return False
             raise SubmissionError(
                 f"Slurm has not answered for {SLURM_SILENCE_S / 60:g} minutes ({error}); job {self.job_id} is left as it is: "
-                f"see squeue -j {self.job_id} and prl-report {self.run}, end it with scancel {self.job_id}"
+                f"see squeue -j {self.job_id} and prl-report {shlex.quote(str(self.run))}, end it with "
+                f"scancel {self.job_id}"
             ) from None
         self._silent_since = None
         return ended(state)
@@ -184,12 +186,13 @@ def _make_run_folder(folder: Path) -> bool:
 
 
 def _taken(folder: RunFolder, attempt: int) -> str:
+    look = f"prl-report {shlex.quote(str(folder))}"
     if attempt == 1:
         return (
             f"{folder}: another prl-submit has just begun a run there; choose another run.folder or run.name, or look at that "
-            f"run: prl-report {folder}"
+            f"run: {look}"
         )
-    return f"{folder}: another prl-submit has just begun attempt {attempt}; look at it: prl-report {folder}"
+    return f"{folder}: another prl-submit has just begun attempt {attempt}; look at it: {look}"
 
 
 def _fill_attempt(config: Config, folder: RunFolder, attempt: int) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import signal
 import time
 import traceback
@@ -104,7 +105,8 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
 async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> Outcome:
     if run.plan(attempt).exists():
         raise RuntimeError(
-            f"attempt {attempt} was started before: a requeued job is no new attempt; use prl-submit --resume {run}"
+            f"attempt {attempt} was started before: a requeued job is no new attempt; use "
+            f"prl-submit --resume {shlex.quote(str(run))}"
         )
     split = make_split(config)
     start = find_start(run, config)

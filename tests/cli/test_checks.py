@@ -406,9 +406,11 @@ def test_a_folder_that_cannot_be_written(good, tmp_path):
     try:
         (new,) = problems(replace(good, run={"folder": str(parent / "one" / "two")}))
         (there,) = problems(replace(good, run={"folder": str(parent / "runs")}))
+        (resumed,) = problems(replace(good, run={"folder": str(parent / "runs")}), resume=True)
     finally:
         os.seteuid(before)
     assert new.startswith(f"run.folder = {parent}/one/two: {parent} cannot be written; choose another run.folder or run.name")
+    assert resumed == f"--resume {parent}/runs: the run's folder cannot be written; have its owner permit it (chmod)"
     assert there.startswith(f"run.folder = {parent}/runs: cannot be written; choose another run.folder or run.name, or have")
 
 

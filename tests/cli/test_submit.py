@@ -3,11 +3,13 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -449,6 +451,15 @@ def test_options_lists_every_key_with_help_and_default(capsys):
     assert "  cluster.nodes = null\n      nodes in all; null: this machine, without Slurm [at least 1]\n" in out
     assert "domains[]: the tasks that are trained on\n  domains[].name = (must be given)\n" in out
     assert "[pipeline | conventional]" in out
+
+
+def test_commands_to_go_on_with_can_be_copied(tmp_path, capsys):
+    run = tmp_path / "my run"
+    submit._leave(SimpleNamespace(job_id="7", attempt=1, run=RunFolder(run)))
+    words = [shlex.split(line) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert words[1][:2] == ["prl-report", str(run)]
+    assert words[2] == ["tail", "-F", f"{run}/attempt_001/logs/*.log"]
+    assert words[3][:2] == ["touch", str(RunFolder(run).stop)]
 
 
 def test_plan_prints_the_split(config, capsys):
