@@ -26,6 +26,8 @@ from prl.trainer.options import TrainOptions
 from prl.trainer.reference import ProximalPolicy, Reference, build_proximal
 from prl.trainer.schedule import learning_rate
 
+_VALUE_HEAD = 1.0  # marks its group of parameters, in a field that only Megatron's own schedule would read; elsewhere 0
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -114,18 +116,20 @@ def _offload(options: TrainOptions) -> dict[str, Any]:
 
 
 def _groups(options: TrainOptions) -> dict[ParamKey, dict[str, Any]]:
-    """What parameters are told apart by, for `_set_schedule`: biases and norms do not decay, a value head has its own rate."""
+    """What parameters are told apart by, for `_set_schedule`: biases and norms do not decay, a value head has its own rate.
+    Megatron loads groups by these marks: no two may have the same ones, and an option that a resume may change is none."""
     groups: dict[ParamKey, dict[str, Any]] = get_standard_config_overrides(OptimizerConfig())
     if options.value_head:
-        groups[ParamKey(attr="value_head")] = {"lr_mult": options.value_rate_factor}
+        groups[ParamKey(attr="value_head")] = {"max_lr": _VALUE_HEAD}
     return groups
 
 
 def _set_schedule(engine: Engine, step: int) -> None:
     """All that the optimizer goes by is set anew in every step: a checkpoint brings what an earlier attempt went by."""
     options = engine.options
+    rate = learning_rate(options, step)
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate(options, step) * group["lr_mult"]
+        group["lr"] = rate * options.value_rate_factor if group["max_lr"] == _VALUE_HEAD else rate
         group["betas"] = (options.beta1, options.beta2)
         group["eps"] = options.epsilon
         group["foreach"] = False  # torch's AdamW over all parameters at once would need the memory of one more copy of them

@@ -247,6 +247,26 @@ def main(folder: Path) -> None:
         found = {key: np.array([group[key] for group in groups]) for key in ("lr", "betas", "eps", "weight_decay")}
         report("other_options", found)
 
+    def other_value_rate() -> None:
+        """A value head's rate before, and as an attempt is told that resumes, beside the head's steps."""
+        for name, split in (("plain", {}), ("shared", SHARED)):
+            engine = engine_of(replace(VALUES, **split))
+            steps(engine, 1, 2)
+            save(engine, results / f"rate_{name}", 2)
+            found = {}
+            for factor in (1.0, 10.0):
+                told = replace(VALUES, value_rate_factor=factor, **split)
+                fresh = engine_of(told)
+                load_checkpoint(fresh, results / f"rate_{name}")
+                head = fresh.gpts[-1].value_head.weight
+                norm = fresh.gpts[-1].decoder.final_layernorm.weight
+                before, norm_before = head.detach().clone(), norm.detach().clone()
+                steps(fresh, 3)
+                found[f"head_{factor:g}"] = (head.detach() - before).numpy()
+                found[f"norm_{factor:g}"] = (norm.detach() - norm_before).numpy()
+                found[f"rates_{factor:g}"] = np.array([group["lr"] for group in fresh.optimizer.param_groups])
+            report(f"value_rate_{name}", found)
+
     def interrupted(engine: Engine) -> None:
         """Saves of step 4 beside a whole checkpoint of step 2 and the damaged one of another lineage's step 4: each dies, or
         fails, at another operation."""
@@ -335,10 +355,12 @@ def main(folder: Path) -> None:
                 save_in(model, "one_shared", replace(options, **SHARED))
         for model in ("dense", "proximal", "value_head"):
             resume_in(model, "one", OPTIONS[model], 1, "one")
+        resume_in("value_head", "one_shared", replace(VALUES, **SHARED), 1, "one_shared")
         with_and_without_proximal()
         copies()
         skipped("one", PLAIN)
         other_options()
+        other_value_rate()
         interrupted(engine_of(PLAIN))
     else:
         layouts()

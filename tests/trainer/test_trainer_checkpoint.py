@@ -32,9 +32,10 @@ def split(saved: Results) -> Results:
     return saved
 
 
-@pytest.mark.parametrize("model", ["dense", "proximal", "value_head"])
-def test_one_rank_goes_on_bit_for_bit(saved, model):
-    assert np.array_equal(saved[1, f"resumed_{model}_one_from_1_one"]["steps"], saved[1, f"went_on_{model}_one"]["steps"])
+@pytest.mark.parametrize("name", ["dense_one", "proximal_one", "value_head_one", "value_head_one_shared"])
+def test_one_rank_goes_on_bit_for_bit(saved, name):
+    layout = name[name.index("one") :]
+    assert np.array_equal(saved[1, f"resumed_{name}_from_1_{layout}"]["steps"], saved[1, f"went_on_{name}"]["steps"])
 
 
 def test_a_checkpoint_may_have_a_proximal_policy_that_is_not_asked_for_or_lack_one_that_is(saved):
@@ -107,6 +108,18 @@ def test_a_resume_goes_by_the_options_that_it_is_given(saved):
     assert set(map(tuple, found["betas"])) == {(0.8, 0.9)}
     assert set(found["eps"]) == {1e-7}
     assert set(found["weight_decay"]) == {0.0, 0.1}
+
+
+@pytest.mark.parametrize("name", ["plain", "shared"])
+def test_a_value_heads_rate_factor_may_change_with_a_resume(saved, name):
+    """Ten times the rate is ten times the step: of the head, which does not decay, and of nothing else."""
+    found = saved[1, f"value_rate_{name}"]
+    rate = 1e-3 * 3 / 5
+    assert set(found["rates_1"]) == {rate}
+    assert sorted(found["rates_10"]) == pytest.approx([rate] * (len(found["rates_10"]) - 1) + [10 * rate])
+    np.testing.assert_allclose(found["head_10"], 10 * found["head_1"], rtol=1e-3, atol=1e-6)
+    assert np.abs(found["head_1"]).max() > 1e-4
+    assert np.array_equal(found["norm_10"], found["norm_1"])
 
 
 def test_a_save_that_is_interrupted_or_fails_at_any_file_leaves_what_counted_and_the_next_one_succeeds(saved):
