@@ -74,7 +74,8 @@ def resolve_paths(config: Config, base: Path) -> Config:
     """The same configuration with an explicit run folder (default: runs/<name>) and every path absolute, so that it means
     the same in the job, on other nodes and at a resume. Relative paths count from `base`."""
     folder = _expand("run.folder", config.run.folder or f"runs/{config.run.name}", base)
-    config = replace(config, run={"folder": folder}, model={"path": _expand("model.path", config.model.path, base)})
+    run = {"folder": folder, "replay": _expand("run.replay", config.run.replay, base)}
+    config = replace(config, run=run, model={"path": _expand("model.path", config.model.path, base)})
     redis = config.streams.redis
     if redis.password_file:
         password_file = _expand("streams.redis.password_file", redis.password_file, base)

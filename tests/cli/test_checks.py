@@ -365,6 +365,7 @@ def test_the_run_folder_may_start_at_home_and_must_be_a_path(good, monkeypatch):
         for key, config in (
             ("run.folder", replace(good, run={"folder": path})),
             ("model.path", replace(good, model={"path": path})),
+            ("run.replay", replace(good, run={"replay": path})),
             ("streams.redis.password_file", replace(good, streams={"redis": RedisOptions(password_file=path)})),
             ("domains[0].options.paths", with_options(good, paths=["a", path])),
             ("domains[0].options.other_path", with_options(good, other_path=path)),
