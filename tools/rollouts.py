@@ -13,6 +13,7 @@ cannot be read are named and passed over. Special tokens are shown.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -26,6 +27,7 @@ import pyarrow.parquet as parquet
 import tokenizers
 
 from prl.cli.console import printable
+from prl.flow.versions import Version
 from prl.report.audit_ids import Ids
 from prl.runfolder.paths import RunFolder
 from prl.streams.arrays import strings
@@ -33,7 +35,7 @@ from prl.streams.files import StreamError, StreamFile
 from prl.streams.folder import rollout_files
 from prl.streams.ledger import read_ledger
 from prl.streams.reader import read_rollouts
-from prl.streams.records import Group, Turn
+from prl.streams.records import Group, Int32, Turn
 
 SCHEMA = pa.schema(
     [
@@ -66,7 +68,11 @@ def main() -> int:
         words = "no rollout was published yet, or they went through Redis, which keeps none (streams.backend)"
         print(f"rollouts: {options.run}: has no rollout files: {words}", file=sys.stderr)
         return 1
-    ends = Ends(run)
+    try:
+        ends = Ends(run)
+    except (StreamError, OSError) as error:
+        print(f"rollouts: {error}", file=sys.stderr)
+        return 1
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(run.model / "tokenizer.json"))
     except Exception as error:  # tokenizers raises nothing narrower
@@ -84,7 +90,7 @@ def main() -> int:
             write_parquet(options.output, rows)
         else:
             with options.output.open("w") if options.output else open(1, "w", closefd=False) as out:
-                out.writelines(to_text(row) if form == "text" else json.dumps(row) + "\n" for row in rows)
+                out.writelines(to_text(row) if form == "text" else json.dumps(finite(row)) + "\n" for row in rows)
     except BrokenPipeError:  # the reader has seen enough
         sys.stderr.close()
     except OSError as error:
@@ -101,7 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--min-reward", type=float, metavar="R")
     parser.add_argument("--max-reward", type=float, metavar="R")
     parser.add_argument("--finish", metavar="REASON", help="a turn that ended so: stop, length or abort")
-    parser.add_argument("--version", metavar="LINEAGE:STEP", help="some tokens were sampled by this version")
+    parser.add_argument("--version", type=version, metavar="LINEAGE:STEP", help="some tokens were sampled by this version")
     parser.add_argument("--limit", type=positive, metavar="N", help="no more than so many turns")
     parser.add_argument("--format", choices=("text", "jsonl", "parquet"), help="default: the output's suffix, or text")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: the terminal")
@@ -121,7 +127,17 @@ def positive(text: str) -> int:
 
 def steps(text: str) -> range:
     first, _, last = text.partition("-")
-    return range(int(first), int(last or first) + 1)
+    found = range(int(first), int(last or first) + 1)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text}: the first step comes first, {last}-{first}")
+    return found
+
+
+def version(text: str) -> str:
+    try:
+        return str(Version.parse(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: a version is LINEAGE:STEP, such as 0:9") from None
 
 
 class Ends:
@@ -153,7 +169,7 @@ def all_rows(files: Sequence[StreamFile], ends: Ends, tokenizer: tokenizers.Toke
     for file in files:
         try:
             groups = read_rollouts(file.path, file.bytes, file.checksum)
-        except StreamError as error:
+        except (StreamError, OSError) as error:
             print(f"rollouts: {error}", file=sys.stderr)
             continue
         for group in groups:
@@ -172,8 +188,8 @@ def rows_of(group: Group, ends: Ends, tokenizer: tokenizers.Tokenizer) -> Iterat
 
 def of_turn(turn: Turn, tokenizer: tokenizers.Tokenizer) -> Row:
     return {
-        "prompt": tokenizer.decode(turn.prompt_ids.tolist(), skip_special_tokens=False),
-        "output": tokenizer.decode(turn.output_ids.tolist(), skip_special_tokens=False),
+        "prompt": to_words(turn.prompt_ids, tokenizer),
+        "output": to_words(turn.output_ids, tokenizer),
         "finish_reason": turn.finish_reason,
         "versions": " ".join(str(span.version) for span in turn.versions),
         "prompt_tokens": len(turn.prompt_ids),
@@ -185,6 +201,12 @@ def of_turn(turn: Turn, tokenizer: tokenizers.Tokenizer) -> Row:
     }
 
 
+def to_words(ids: Int32, tokenizer: tokenizers.Tokenizer) -> str:
+    """An id that is no token's has none, a negative one neither."""
+    text: str = tokenizer.decode(ids.astype(np.uint32).tolist(), skip_special_tokens=False)
+    return text
+
+
 def wanted(row: Row, options: argparse.Namespace) -> bool:
     return (
         (options.step is None or (row["step"] is not None and row["step"] in options.step))
@@ -194,6 +216,13 @@ def wanted(row: Row, options: argparse.Namespace) -> bool:
         and (options.finish is None or row["finish_reason"] == options.finish)
         and (options.version is None or options.version in row["versions"].split())
     )
+
+
+def finite(value: Any) -> Any:
+    """The value with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_text(row: Row) -> str:

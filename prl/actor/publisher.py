@@ -21,7 +21,7 @@ _LOOK_S = 60.0  # between two looks at a queue that stays empty
 
 class Publisher:
     """Collects groups and publishes them together: when there are as many as a step that waits wants, `roll_groups` of them or
-    `roll_mib` MiB, or when the first of them has waited `roll_s` seconds."""
+    `roll_mib` MiB, when there is room for no more, or when the first of them has waited `roll_s` seconds."""
 
     def __init__(self, write: Write, announce: Announce, options: StreamsOptions, *, wait_s: float) -> None:
         """`write` makes groups durable and returns what to announce; it may block, and runs in a thread. `announce` tells the
@@ -95,7 +95,8 @@ class Publisher:
     def _is_due(self) -> bool:
         options = self._options
         enough = min(options.roll_groups, self._wanted or options.roll_groups)
-        return len(self._groups) >= enough or self._gathered_bytes >= options.roll_mib * 2**20 or self._closed
+        full = self._gathered_bytes >= options.roll_mib * 2**20 or not self._has_room()
+        return full or len(self._groups) >= enough or self._closed
 
 
 def rollout_publisher(

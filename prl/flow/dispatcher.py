@@ -32,7 +32,8 @@ for those that are overtaken. Every step is taken to train groups_per_step group
 already; only after a rollback, when durable step files are trained again first, they wait for their turn as well.
 
 While results of `max_waiting_bytes` or more wait to be trained, new groups are handed out only as far as the next step lacks
-them: a trainer that is slow holds the actors back, and never waits for what is held back.
+them: a trainer that is slow holds the actors back, and never waits for what is held back. (A generation's first step lacks the
+whole generation: conventional mode has no such limit.)
 
 **The end of the problems.** With `epochs` every domain hands out each of its problems so many times. A group that is issued
 again belongs to its first time; one that was discarded is not replaced then. Once nothing is left and what is in flight cannot
@@ -196,7 +197,8 @@ class Dispatcher:
             return 0
         s, flying = self.settings, len(self._flights)
         room = self._admitted(self._version) - flying
-        if s.max_waiting_bytes is not None and self._flights.received_bytes >= s.max_waiting_bytes:
+        limit = s.max_waiting_bytes if s.mode == "pipeline" else None
+        if limit is not None and self._flights.received_bytes >= limit:
             room = min(room, s.groups_per_step - flying)
         return min(room, self._order.left())
 

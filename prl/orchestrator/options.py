@@ -39,7 +39,7 @@ class RunOptions:
     ] = None
     max_waiting_mib: Annotated[
         int | None,
-        "MiB of rollouts that wait to be trained above which no new groups are handed out; null: no limit",
+        "pipeline: MiB of rollouts that wait to be trained above which no new groups are handed out; null: no limit",
         AtLeast(1),
     ] = 4096
     epochs: Annotated[

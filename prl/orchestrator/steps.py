@@ -82,9 +82,11 @@ class StepDesk:
     def _look_for_wanted(self) -> None:
         """Find at how many finished groups an actor publishes them at once, for a step that waits; None: no step does. It is
         half an actor's share of what the step lacks. So whenever all actors together hold what it lacks, some of them publish,
-        then the others, until it is complete; and the files that come last, which are read while everyone waits, are small."""
+        then the others, until it is complete; and the files that come last, which are read while everyone waits, are small.
+        While the preprocessor is as far ahead of a trainer that has work as it may be, nobody waits."""
         in_files = set[int]().union(*self._in_files.values())
-        lacking = 0 if self.finishing else self._dispatcher.lacking(in_files, self._steps_at_once)
+        ahead = self.next_step > self.trained + 1 + self._steps_at_once and self._may_train(self.trained + 1)
+        lacking = 0 if self.finishing or ahead else self._dispatcher.lacking(in_files, self._steps_at_once)
         wanted = math.ceil(lacking / (2 * max(len(self._actors), 1))) or None
         if wanted != self._wanted or self._rollouts.ended:
             self._wanted = wanted

@@ -1,8 +1,8 @@
 """Building and publishing of steps: in the preprocessor's own process, or in `preprocess.processes` workers.
 
 A step is built in one piece of work and published in another, by the same worker: so several steps may be in the making while
-their files still appear one by one. Orders name entries of the rollout stream, which a worker reads by itself; no rollouts
-cross between processes.
+their files still appear one by one. Orders name entries of the rollout stream, which a worker reads once more by itself; no
+rollouts cross between processes.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ class Builder:
 
 
 def read_members(order: StepOrder, read: Callable[[Published], Sequence[Group]], options: PreprocessOptions) -> list[Prepared]:
-    """The groups of an order, those that it does not hold from their entries, each of which is read once."""
+    """The groups of an order, those that it does not hold from their entries, each of which is read once here."""
     missing = {member.entry.name: member.entry for member in order.members if member.prepared is None}
     wanted = {(member.group, member.issue) for member in order.members if member.prepared is None}
     found = {

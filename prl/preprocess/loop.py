@@ -37,7 +37,7 @@ async def preprocess(child: Child, client: ControlClient) -> None:
         await replay(child, client, _data_parallel_size(child))
         return
     options, run = child.config.preprocess, child.config.run
-    held_bytes = options.memory_mib * 2**20 if options.processes == 1 else 0  # workers read for themselves
+    held_bytes = options.memory_mib * 2**20 if options.processes == 1 else 0  # workers read again for themselves
     maker = StepMaker(options, run.groups_per_step, run.order, held_bytes)
     settings = BuilderSettings(
         str(child.run.path), run.name, child.attempt, options, child.config.streams, _data_parallel_size(child)

@@ -1,6 +1,8 @@
 """Replay from rollouts: the steps of another run are built anew from its rollout files, with this run's options."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import chain
 
@@ -9,7 +11,7 @@ import pyarrow.compute as pc
 from prl.config.schema import Config
 from prl.control.child import Child
 from prl.control.client import ControlClient
-from prl.preprocess.assemble import Moment, Step, build_step, prepare
+from prl.preprocess.assemble import CUT, EQUAL, OVERLONG, TOO_OLD, Moment, Prepared, Step, build_step, prepare
 from prl.runfolder.paths import RunFolder
 from prl.streams.files import StreamError, StreamFile, next_sequence
 from prl.streams.folder import rollout_files
@@ -20,45 +22,64 @@ from prl.streams.steps import write_step
 
 _LONG_POLL_S = 5.0
 _FILES_HELD = 8  # rollout files in memory at once; those of one step mostly lie in few
+_DISCARDS = {
+    EQUAL: "preprocess.drop_equal_groups",
+    CUT: "preprocess.mask_cut",
+    OVERLONG: "preprocess.pack_tokens",
+    TOO_OLD: "preprocess.too_old, run.max_lag",
+}  # the options by which rollouts are discarded
 
 
 class Original:
     """The run whose rollouts are trained on again."""
 
     def __init__(self, run: RunFolder) -> None:
-        """Reads the ledger, and looks once into every rollout file."""
-        self._run = run
+        """Reads the ledger, and looks once into every rollout file; those that cannot be read are named and passed over, as
+        no step may need them."""
+        self.run = run
         self._steps = _groups_of_steps(run)
         self._files: dict[tuple[int, int], StreamFile] = {}  # by group and issue
         self._read = lru_cache(_FILES_HELD)(_read)
         for file in chain.from_iterable(rollout_files(run).values()):
-            for rows in read_rows(file.path, file.bytes, file.checksum):
+            try:
+                found = read_rows(file.path, file.bytes, file.checksum)
+            except (StreamError, OSError) as error:
+                print(f"passed over: {error}", flush=True)
+                continue
+            for rows in found:
                 self._files |= dict.fromkeys(rows.issues(), file)
 
     def groups(self, step: int) -> list[Group]:
         """The groups that the surviving lineage trained in a step, in the ledger's order. Raises StreamError where one is not
         there any more, or no such step was trained."""
         if step not in self._steps:
-            raise StreamError(f"{self._run}: step {step} was not trained there; lower run.steps")
+            raise StreamError(f"{self.run}: step {step} was not trained there; lower run.steps")
         groups = []
         for pair in self._steps[step]:
             if pair not in self._files:
                 raise StreamError(
-                    f"{self._run}: the rollouts of group {pair[0]}, trained in step {step}, are not there any more"
+                    f"{self.run}: the rollouts of group {pair[0]}, trained in step {step}, are in no file that can be read"
                 )
             groups.append(self._read(self._files[pair])[pair])
         return groups
 
 
 def rebuild(original: Original, step: int, config: Config, data_parallel_size: int) -> Step:
-    """A step of the original run, built with the options of `config`."""
+    """A step of the original run, built with the options of `config`. Raises StreamError where they leave nothing of it."""
     prepared = [prepare(group, config.preprocess) for group in original.groups(step)]
-    return build_step(
-        [group for group in prepared if group.samples],
-        Moment(step, 0, {}, config.run.lag_limit),
-        config.preprocess,
-        data_parallel_size,
-    )
+    moment = Moment(step, 0, {}, config.run.lag_limit)
+    kept = [group for group in prepared if group.samples]
+    oldest = step - 1 - moment.max_lag if config.preprocess.too_old == "mask" else 0
+    if all(group.newest < oldest for group in kept):
+        raise StreamError(f"{original.run}: of step {step} nothing is left to train on: {_why_nothing(prepared)}")
+    return build_step(kept, moment, config.preprocess, data_parallel_size)
+
+
+def _why_nothing(groups: Iterable[Prepared]) -> str:
+    """Rollouts by the reason for which they are discarded, each with its options."""
+    ends = [reason for group in groups for reason in [*(end for _, end in group.discarded), *[TOO_OLD] * len(group.samples)]]
+    counts = Counter(f"{reason} ({_DISCARDS[reason]})" if reason in _DISCARDS else reason for reason in ends)
+    return "; ".join(f"{count} rollouts: {reason}" for reason, count in counts.items())
 
 
 async def replay(child: Child, client: ControlClient, data_parallel_size: int) -> None:

@@ -62,7 +62,8 @@ class Appender(Protocol):
     next_sequence: int  # the number after the highest that this writer has ever used
 
     def put(self, header: Header, data: Encoded) -> Published:
-        """Make an entry durable. Putting the same again is right after any error. Raises OSError."""
+        """Make an entry durable. Putting the same again is right after any error. Raises OSError, and StreamError
+        for what no waiting helps."""
 
     def close(self) -> None: ...
 

@@ -35,7 +35,7 @@ class StreamsOptions:
     # the metadata server behind a thousand actors (200 files/s), and what a dead actor held is soon sampled again.
     roll_s: Annotated[float, "or when the first of them is so many seconds old", AtLeast(0)] = 5.0
     queue_mib: Annotated[
-        int, "an actor waits while more than so many MiB of its finished groups are not durable", AtLeast(1)
+        int, "an actor publishes at once, and waits, while so many MiB of its finished groups are not durable", AtLeast(1)
     ] = 256
     keep: Annotated[
         Literal["needed", "all"],

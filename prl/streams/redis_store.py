@@ -22,6 +22,7 @@ from prl.streams.options import RedisOptions
 
 _ANSWER_S = 30.0  # of one request
 _MAX_ASIDE = 100  # entries kept for a person to look at
+_BULK_BYTES = 512 * 2**20  # what a server takes in one piece, unless set otherwise
 _AT_ONCE = 4  # entries of a walk, which the server holds twice meanwhile
 _FACTS = """
 local facts = {}
@@ -110,6 +111,13 @@ class _Server:
                 after = _sequence_of(entry_id)
                 yield after, size, checksum, attempt
 
+    def bulk_bytes(self) -> int:
+        """The most that the server takes in one piece: it hangs up on more."""
+        try:
+            return int(self.ask("config_get", "proto-max-bulk-len")["proto-max-bulk-len"])
+        except (redis.ResponseError, KeyError):  # some servers do not say
+            return _BULK_BYTES
+
     def close(self) -> None:
         self._client.close()
 
@@ -121,13 +129,20 @@ class RedisAppender:
         self._server = _Server(place, options)
         self._options = options
         self._key = place.key(writer)
+        self._bulk_bytes = self._server.bulk_bytes()
         self._server.ask("sadd", place.writers_key, writer)
         # Sizes of the entries in the stream, the oldest first; those at the head may be released already.
         self._sizes = deque(size for _, size, _, _ in self._server.walk(self._key))
         self.next_sequence = _sequence_of(self._server.ask("eval", _LAST_ID, 1, self._key)) + 1
 
     def put(self, header: Header, data: Encoded) -> Published:
-        """Raises TimeoutError where nobody makes room in time."""
+        """Raises TimeoutError where nobody makes room in time, StreamError for an entry that no room would help."""
+        if data.size > self._bulk_bytes:
+            raise StreamError(
+                f"{self._key}: {data.size / 2**20:.0f} MiB of rollouts in one entry, and the server takes "
+                f"{self._bulk_bytes / 2**20:.0f} MiB (its proto-max-bulk-len): lower streams.roll_mib (where a single group is "
+                "so large, run.rollouts_per_group), set that higher in the server, or use streams.backend=folder"
+            )
         fields = {"data": data.whole(), "checksum": data.checksum, "attempt": header.attempt}
         end = time.monotonic() + self._options.full_s
         while not self._has_room(data.size) or not self._add(header.sequence, fields):

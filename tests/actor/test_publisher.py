@@ -153,6 +153,22 @@ def test_who_puts_waits_while_too_much_is_not_durable():
     play(scenario())
 
 
+def test_what_waits_is_published_when_there_is_room_for_no_more():
+    """Nothing else would make room: a file's worth is more than may wait."""
+
+    async def scenario():
+        world = World(roll_mib=64, roll_s=3600, queue_mib=1)
+        running = asyncio.create_task(world.publisher.run())
+        for number in range(5):
+            await world.publisher.put(group(number, mib=0.6))
+        await world.until_written(2)
+        assert world.written == [[0, 1], [2, 3]]
+        world.publisher.close()
+        await running
+
+    play(scenario())
+
+
 def test_storage_that_never_takes_more_ends_the_wait_with_words():
     async def scenario():
         publisher = Publisher(lambda groups: [], None, StreamsOptions(queue_mib=1), wait_s=0.05)

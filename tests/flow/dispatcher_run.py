@@ -66,7 +66,7 @@ class Run:
         self.ledger += leased.events
         new = d.in_flight - before
         assert new <= max(budget, 0)
-        if s.max_waiting_bytes is not None and waiting >= s.max_waiting_bytes:
+        if s.mode == "pipeline" and s.max_waiting_bytes is not None and waiting >= s.max_waiting_bytes:
             assert d.in_flight <= max(before, s.groups_per_step)
         if leased.leases:
             allowed = s.max_lag + 1 if s.mode == "pipeline" else s.steps_per_generation

@@ -112,6 +112,38 @@ def test_conventional_replaces_what_was_discarded():
     assert numbers(dispatcher.lease(0, 100, 0.0).leases) == [4]
 
 
+def test_a_generation_is_sampled_to_its_end_however_much_waits():
+    """Its first step begins when all of it has come."""
+    dispatcher = started(mode="conventional", steps_per_generation=3, max_waiting_bytes=100)
+    for expected in ([0, 1, 2, 3], [4, 5]):
+        assert not dispatcher.generation_sampled
+        leases = dispatcher.lease(0, 4, 0.0).leases
+        assert numbers(leases) == expected
+        for lease in leases:
+            assert dispatcher.result(lease.group, lease.issue, 100)
+    assert dispatcher.generation_sampled
+
+
+@pytest.mark.parametrize("end", ["trained", "discarded", "sampled again"])
+def test_what_waits_no_more_makes_room(end):
+    dispatcher = started(max_lag=9, max_waiting_bytes=200)
+    leases = dispatcher.lease(0, 2, 0.0).leases
+    for lease in leases:
+        dispatcher.result(lease.group, lease.issue, 100)
+    assert dispatcher.lease(0, 100, 0.0).leases == []  # 200 bytes wait, and step 1 lacks nothing
+    if end == "trained":
+        dispatcher.trained(1, [i for lease in leases for i in lease.rollout_ids()])
+        dispatcher.committed(Version(0, 1))
+        expected = 20  # (max_lag 9 + 1) * 2 groups
+    elif end == "discarded":
+        dispatcher.discarded(leases[0].rollout_ids(), "filtered")
+        expected = 19
+    else:
+        dispatcher.failed(0, 0, "rollout file unreadable")
+        expected = 19  # with that one
+    assert len(dispatcher.lease(0, 100, 0.0).leases) == expected
+
+
 def test_the_last_steps_ask_for_no_more_than_they_train():
     dispatcher = started(steps=3, max_lag=10)
     leases = dispatcher.lease(0, 100, 0.0).leases

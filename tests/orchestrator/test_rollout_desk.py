@@ -5,11 +5,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
+
 from prl.control.server import Bell, Member
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.events import LedgerEvent, to_discard_rows, to_rows
 from prl.flow.ids import Lease
 from prl.flow.versions import Version
+from prl.orchestrator import rollouts, steps
 from prl.orchestrator.rollouts import RolloutDesk
 from prl.orchestrator.steps import StepDesk, StepEntry
 
@@ -19,12 +22,16 @@ class Desks:
     """A run's two desks, without processes; four groups a step."""
 
     clock: Callable[[], float] = time.monotonic
+    steps_at_once: int = 1
+    mode: str = "pipeline"
+    steps_per_generation: int = 4
     ledger: list[LedgerEvent] = field(default_factory=list)
 
     def __post_init__(self):
         settings = DispatcherSettings(
-            weights={"d": 1.0}, steps=9, groups_per_step=4, rollouts_per_group=2, max_lag=2, group_deadline_s=1000.0
-        )
+            weights={"d": 1.0}, steps=9, groups_per_step=4, rollouts_per_group=2, max_lag=2, group_deadline_s=1000.0,
+            mode=self.mode, steps_per_generation=self.steps_per_generation,
+        )  # fmt: skip
         self.dispatcher = Dispatcher(settings)
         self.dispatcher.problems({"d": 100})
         self.dispatcher.committed(Version(0, 0))
@@ -36,7 +43,7 @@ class Desks:
         self.rollouts.open = True
         self.steps = StepDesk(
             self.dispatcher, self.rollouts, self.record, self.bell, trained=0, forks={}, lineage=0, waiting=(),
-            on_trained=lambda step, train, data: False, save_now=lambda step: False
+            on_trained=lambda step, train, data: False, save_now=lambda step: False, steps_at_once=self.steps_at_once
         )  # fmt: skip
         self.sequence = 0
 
@@ -70,6 +77,21 @@ class Desks:
         await self.call("step_file", {**body, "trained": trained, "discarded": to_discard_rows(discarded)})
 
 
+@pytest.fixture(autouse=True)
+def answers_come_when_there_is_news(monkeypatch):
+    """No call is answered because it has waited for long enough."""
+    for module in (rollouts, steps):
+        monkeypatch.setattr(module, "LONG_POLL_S", 1000.0)
+
+
+def play(scenario) -> None:
+    async def limited():
+        async with asyncio.timeout(20):
+            await scenario
+
+    asyncio.run(limited())
+
+
 def test_announcements_are_forgotten_and_cursors_stay_valid():
     async def scenario():
         desks = Desks()
@@ -86,7 +108,7 @@ def test_announcements_are_forgotten_and_cursors_stay_valid():
         assert await desks.read(2) == (["f6", "f7"], 7)
         assert desks.rollouts.cursors() == {"w": 7}
 
-    asyncio.run(scenario())
+    play(scenario())
 
 
 def test_a_trained_step_has_the_figures_of_its_file_whoever_made_it():
@@ -106,7 +128,7 @@ def test_a_trained_step_has_the_figures_of_its_file_whoever_made_it():
         await desks.call("trained", {"step": 2, "metrics": {"loss": 2.0}, "data": {"rollouts": 8.0}})
         assert told == [(1, {"loss": 3.0}, {"rollouts": 16.0}), (2, {"loss": 2.0}, {"rollouts": 8.0, "ready_s": 0.5})]
 
-    asyncio.run(scenario())
+    play(scenario())
 
 
 def test_actors_hear_at_how_many_groups_a_step_wants_them():
@@ -131,13 +153,72 @@ def test_actors_hear_at_how_many_groups_a_step_wants_them():
         assert await again == 1
         await desks.announce(*leases[5:8])
         assert await desks.wanted(1) is None
+        await desks.call("trained", {"step": 1, "metrics": {}, "data": {}})
         await desks.step(2, *leases[4:8])
         assert await desks.wanted(None) == 1
         desks.steps.finishing = True
         desks.bell.ring()
         assert await desks.wanted(1) is None
 
-    asyncio.run(scenario())
+    play(scenario())
+
+
+@pytest.mark.parametrize(("at_once", "files"), [(1, 2), (2, 3)])
+def test_nothing_is_wanted_while_the_trainer_has_files_enough(at_once, files):
+    """One step file more than are in the making at once: until a step is trained nobody makes another."""
+
+    async def scenario():
+        desks = Desks(steps_at_once=at_once)
+        leases = await desks.lease(12)
+        assert await desks.wanted(None) == 2
+        for step in range(1, files + 1):
+            assert await desks.wanted(None) == 2
+            announced = leases[4 * step - 4 : 4 * step]
+            await desks.announce(*announced)
+            await desks.step(step, *announced)
+        assert await desks.wanted(2) is None
+        hearing = asyncio.create_task(desks.wanted(None))
+        desks.dispatcher.committed(Version(0, 1))  # four groups more may be handed out
+        desks.bell.ring()
+        await asyncio.sleep(0.05)
+        assert not hearing.done()
+        await desks.call("trained", {"step": 1, "metrics": {}, "data": {}})
+        assert await hearing == 2
+
+    play(scenario())
+
+
+def test_a_generation_is_wanted_to_its_end_whatever_files_there_are():
+    async def scenario():
+        desks = Desks(mode="conventional", steps_per_generation=3)
+        leases = await desks.lease(12)
+        for step in (1, 2):
+            await desks.announce(*leases[4 * step - 4 : 4 * step])
+            await desks.step(step, *leases[4 * step - 4 : 4 * step])
+        assert await desks.wanted(None) == 2  # four are out, and the first step begins when they have come
+
+    play(scenario())
+
+
+def test_groups_of_trained_steps_are_not_taken_for_some_that_wait():
+    async def scenario():
+        desks = Desks()
+        leases = await desks.lease(12)
+        await desks.announce(*leases[:4])
+        await desks.step(1, *leases[:4])
+        await desks.call("trained", {"step": 1, "metrics": {}, "data": {}})
+        await desks.announce(*leases[4:7])
+        assert await desks.wanted(None) == 1  # step 2 lacks one of its four
+        # After a rollback step 1 is trained again, from its file.
+        entry = StepEntry({"step": 1}, [i for lease in leases[:4] for i in lease.rollout_ids()])
+        desks.dispatcher.committed(Version(1, 0))
+        desks.steps = StepDesk(
+            desks.dispatcher, desks.rollouts, desks.record, desks.bell, trained=0, forks={1: 0}, lineage=1, waiting=(entry,),
+            on_trained=lambda step, train, data: False, save_now=lambda step: False
+        )  # fmt: skip
+        assert await desks.wanted(None) == 1
+
+    play(scenario())
 
 
 def test_a_dropped_group_is_wanted_anew():
@@ -151,7 +232,7 @@ def test_a_dropped_group_is_wanted_anew():
         await desks.call("discard", {"discarded": to_discard_rows([(i, "filtered") for i in leases[1].rollout_ids()])})
         assert await hearing == 1
 
-    asyncio.run(scenario())
+    play(scenario())
 
 
 def test_a_group_that_is_out_for_too_long_goes_to_another_actor():
@@ -170,7 +251,7 @@ def test_a_group_that_is_out_for_too_long_goes_to_another_actor():
         assert await desks.announce(again) == {"late": []}
         assert [e.kind for e in desks.ledger if e.rollout.group == 0] == ["issued"] * 2 + ["issued_again"] * 2 + ["issued"] * 2
 
-    asyncio.run(scenario())
+    play(scenario())
 
 
 def test_rollouts_that_an_actor_gave_up_end_with_their_reason():
@@ -183,4 +264,4 @@ def test_rollouts_that_an_actor_gave_up_end_with_their_reason():
         assert desks.dispatcher.discard_reasons == {"rollout_deadline": 1}
         assert desks.dispatcher.ended([missing, kept]) == [missing]
 
-    asyncio.run(scenario())
+    play(scenario())

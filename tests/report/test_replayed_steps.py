@@ -1,5 +1,6 @@
 """Steps that are built anew from the rollouts of a run that was played."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,8 @@ from played_run import play
 from prl.config.load import load
 from prl.preprocess.options import PreprocessOptions
 from prl.preprocess.replay import Original, rebuild
-from prl.streams.files import StreamError
+from prl.runfolder.paths import RunFolder
+from prl.streams.files import StreamError, list_published
 from prl.streams.steps import find_steps, read_step
 
 ARRAYS = ("tokens", "positions", "boundaries", "loss_weights", "advantages", "old_logprobs", "lags")
@@ -54,3 +56,37 @@ def test_other_options_give_other_advantages_of_the_same_rollouts(run):
 def test_what_is_not_there_is_told(run):
     with pytest.raises(StreamError, match="step 9 was not trained there"):
         Original(run).groups(9)
+
+
+def test_a_file_that_cannot_be_read_matters_only_where_it_is_needed(run, tmp_path, capsys):
+    shutil.copytree(run.path, tmp_path / "run")
+    copy = RunFolder(tmp_path / "run")
+    needed = Original(copy)
+    writer = next(path for path in copy.rollouts.iterdir() if path.is_dir())
+    stray = writer / f"rollouts_a001_00000999_5_{'0' * 16}.arrow"
+    stray.write_bytes(b"hello")
+    config = load(copy.config)
+    assert rebuild(Original(copy), 5, config, 1).trained == rebuild(needed, 5, config, 1).trained
+    assert f"passed over: {stray}: checksum" in capsys.readouterr().out
+    for _, file in list_published(writer):
+        file.path.write_bytes(bytes(file.bytes))
+    original = Original(copy)
+    with pytest.raises(StreamError, match=r"group \d+, trained in step \d, are in no file that can be read"):
+        [rebuild(original, step, config, 1) for step in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("change", "max_lag", "words"),
+    [
+        ({"pack_tokens": 2}, 4, r"6 rollouts: longer than a micro-batch \(preprocess.pack_tokens\)$"),
+        ({"too_old": "mask"}, 0, r"6 rollouts: too old \(preprocess.too_old, run.max_lag\)$"),
+        ({"too_old": "mask", "pack_tokens": 2}, 0, r"6 rollouts: longer than a micro-batch"),
+    ],
+)
+def test_a_step_of_which_nothing_is_left_is_told_with_the_option(run, change, max_lag, words):
+    config = load(run.config)
+    config = replace(
+        config, preprocess=replace(config.preprocess, **change), run=replace(config.run, max_lag=max_lag, mode="pipeline")
+    )
+    with pytest.raises(StreamError, match=rf"of step 5 nothing is left to train on: {words}"):
+        rebuild(Original(run), 5, config, 1)

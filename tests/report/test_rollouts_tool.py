@@ -6,11 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 from played_run import play
+from tokenizers import Tokenizer
 
+from prl.flow.versions import Version
 from prl.runfolder.model import write_model_folder
+from prl.runfolder.paths import RunFolder
+from prl.streams.files import Header, publish_arrow
+from prl.streams.records import Group, Rollout, Turn, VersionSpan
+from prl.streams.rollouts import to_arrow
 from prl.trainer.options import ModelOptions
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +112,56 @@ def test_what_matches_nothing_or_cannot_be_written_is_told(run, tmp_path):
     shutil.copytree(run.path, tmp_path / "run")
     (tmp_path / "run/model/tokenizer.json").write_text("{")
     assert "model/tokenizer.json: cannot be read, and texts need it: " in refused(tmp_path / "run")
+
+
+def test_a_damaged_ledger_is_told(run, tmp_path):
+    shutil.copytree(run.path, tmp_path / "run")
+    ledger = min(RunFolder(tmp_path / "run").ledgers.rglob("*.frames"))
+    data = bytearray(ledger.read_bytes())
+    data[60] ^= 1
+    ledger.write_bytes(data)
+    words = refused(tmp_path / "run")
+    assert words.startswith(f"rollouts: {ledger}: damaged at byte 0")
+    assert words.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--step", "12-10", "12-10: the first step comes first, 10-12"),
+        ("--version", "x", "x: a version is LINEAGE:STEP"),
+        ("--limit", "-1", "-1: must be at least 1"),
+    ],
+)
+def test_filters_that_fit_nothing_are_refused(run, option, value, words):
+    program = [sys.executable, "tools/rollouts.py", str(run), f"{option}={value}"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_what_is_no_number_is_null_and_what_is_no_token_has_no_text(run, tmp_path):
+    shutil.copytree(run.path, tmp_path / "run")
+    copy = RunFolder(tmp_path / "run")
+    first, last = Tokenizer.from_file(str(copy.model / "tokenizer.json")).encode("AB").ids
+    ids, versions = np.array([first, -5, 2**31 - 1, last], np.int32), (VersionSpan(Version(0, 0), 0, 4),)
+    turn = Turn(ids, ids, np.full(4, np.nan, np.float32), versions, "stop", 0, 1.0, 2.0)
+    group = Group(0, "digits", "", "digits/1", 500, 0, (Rollout((turn,), 1.0, {"score": float("nan"), "other": 2.0}),))
+    header = Header("rollouts", "played", 1, "x", 0)
+    (copy.rollouts / "x").mkdir()
+    publish_arrow(copy.rollouts / "x", "rollouts", header, to_arrow([group], header))
+    text = rollouts(copy, "--format", "jsonl", "--problem", "digits/1")
+    (row,) = [row for row in map(strictly, text.splitlines()) if row["group"] == 500]
+    assert row["metrics"] == {"score": None, "other": 2.0}
+    assert row["logprob_mean"] is None
+    assert row["prompt"] == row["output"] == "AB"
+
+
+def strictly(line: str) -> dict:
+    def no_number(name):
+        raise ValueError(name)
+
+    return json.loads(line, parse_constant=no_number)
 
 
 def test_rollouts_that_went_through_redis_are_not_there(tmp_path):

@@ -157,6 +157,23 @@ def test_a_full_server_makes_writers_wait(redis_run, redis_server):
     assert [entry.sequence for entry in writer.flush()] == [0]
 
 
+def test_an_entry_that_the_server_does_not_take_is_told_with_the_option(redis_run):
+    group = make_group(0, RNG)
+    turn = group.rollouts[0].turns[0]._replace(prompt_ids=np.zeros(2**19, np.int32))  # 2 MiB
+    group = replace(group, rollouts=(replace(group.rollouts[0], turns=(turn,)),))
+    url = json.loads(redis_run.redis_url(1).read_text())["url"]
+    with redis.Redis.from_url(url, password=redis_run.token.read_text()) as client:
+        client.config_set("proto-max-bulk-len", "1mb")
+        try:
+            writer = open_writer(redis_run, "a", "run", 1, options())
+            with pytest.raises(StreamError, match=r"2 MiB of rollouts .* takes 1 MiB .* lower streams.roll_mib"):
+                writer.append(group)
+        finally:
+            client.config_set("proto-max-bulk-len", "512mb")
+    writer = open_writer(redis_run, "a", "run", 1, options())
+    assert [entry.sequence for entry in writer.append(group)] == [0]
+
+
 def test_nobody_gets_in_without_the_password(run):
     with serving(run) as (_, port):
         for password in (None, "wrong"):
