@@ -50,9 +50,10 @@ def check_slurm(config: Config, split: Split, runner: Runner = run) -> None:
     if len(fitting) < split.nodes:
         largest = _Node(*map(max, zip(*nodes.values(), strict=True)))
         raise SlurmError(
-            f"the run asks for {split.nodes} nodes with {_words(asked_of_each)} each, but {where} has {len(fitting)} of that "
-            f"kind, its nodes having at most {_words(largest)}; the job would wait for ever: lower cluster.cpus_per_node, "
-            f"cluster.memory_per_node_gib or cluster.gpus_per_node, or name another cluster.partition"
+            f"the run asks for {split.nodes} nodes with {_words(asked_of_each, asked_of_each)} each, but {where} has "
+            f"{len(fitting)} of that kind, its nodes having at most {_words(largest, asked_of_each)}; the job would wait for "
+            f"ever: lower cluster.cpus_per_node, cluster.memory_per_node_gib or cluster.gpus_per_node, or name another "
+            f"cluster.partition"
         )
 
 
@@ -70,8 +71,10 @@ def _nodes(text: str) -> Mapping[str, _Node]:
     return found
 
 
-def _words(node: _Node) -> str:
-    return f"{node.cpus:g} CPUs, {node.memory_mib / 1024:g} GiB of memory and {node.gpus:g} GPUs"
+def _words(node: _Node, asked: _Node) -> str:
+    """What it has of what is asked for."""
+    parts = (f"{node.cpus:g} CPUs", f"{node.memory_mib / 1024:.4g} GiB of memory", f"{node.gpus:g} GPUs")
+    return " and ".join(part for part, asks in zip(parts, asked, strict=True) if asks)
 
 
 def job_state(job_id: str, runner: Runner = run) -> str | None:

@@ -78,9 +78,18 @@ def node(name, cpus=64, memory_mib=515000, resources="gpu:h100:4(S:0-1),nic:2"):
     ("asked", "words"),
     [
         ({"cpus_per_node": 64, "memory_per_node_gib": 502.5, "gpus_per_node": 4}, None),
-        ({"cpus_per_node": 65}, "3 nodes with 65 CPUs, 0 GiB of memory and 0 GPUs each, but the cluster has 1 of that kind"),
-        ({"memory_per_node_gib": 503.0}, "but the cluster has 1 of that kind, its nodes having at most 128 CPUs, 1000 GiB"),
-        ({"gpus_per_node": 5}, "has 0 of that kind, .*at most 128 CPUs, 1000 GiB of memory and 4 GPUs; .*cluster.partition"),
+        (
+            {"cpus_per_node": 65},
+            "3 nodes with 65 CPUs each, but the cluster has 1 of that kind, its nodes having at most 128 CPUs;",
+        ),
+        (
+            {"memory_per_node_gib": 503.0},
+            "3 nodes with 503 GiB of memory each, .*has 1 of that kind, its nodes having at most 1000 GiB",
+        ),
+        (
+            {"gpus_per_node": 5, "cpus_per_node": 9},
+            "9 CPUs and 5 GPUs each, .*has 0 of .*128 CPUs and 4 GPUs; .*cluster.partition",
+        ),
     ],
 )
 def test_nodes_that_have_what_is_asked_of_each(asked, words):
