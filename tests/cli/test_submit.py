@@ -18,7 +18,7 @@ from prl.cli import plan, submit
 from prl.domains import registry
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
-from prl.runfolder.manifest import Manifest, write_manifest
+from prl.runfolder.manifest import Manifest, part_of, write_manifest
 from prl.runfolder.paths import RunFolder
 
 CONFIG = """
@@ -43,8 +43,12 @@ def config(tmp_path, monkeypatch):
 
 
 def checkpoint(run, step):
-    """The manifest of a checkpoint whose files are not there; gives its path."""
-    facts = {"attempt": 1, "lineage": 0, "forks": {}, "streams": {}, "evaluations_reached": 0, "parts": ()}
+    """The manifest of a checkpoint with one file; gives its path."""
+    folder = RunFolder(run).checkpoint(step)
+    (folder / "trainer").mkdir()
+    (folder / "trainer" / "weights").write_text("weights")
+    parts = (part_of(folder, folder / "trainer" / "weights"),)
+    facts = {"attempt": 1, "lineage": 0, "forks": {}, "streams": {}, "evaluations_reached": 0, "parts": parts}
     write_manifest(RunFolder(run), Manifest(step=step, dispatcher={"events": 0}, **facts))
     return RunFolder(run).manifest(step)
 
@@ -346,6 +350,24 @@ def test_damaged_manifests_are_told_and_passed_over_before_an_attempt_is_made(co
     assert not (run / "attempt_002").exists()
 
 
+def test_a_checkpoint_without_all_of_its_files_is_told_before_an_attempt_is_made(config, capsys):
+    assert with_function("fail", "c.yaml").wait(60) == 1
+    run = config / "runs/one"
+    for step in (5, 10):
+        (run / f"checkpoints/step_{step:06d}").mkdir()
+        checkpoint(run, step)
+    older, newer = (run / f"checkpoints/step_{step:06d}/trainer/weights" for step in (5, 10))
+    newer.write_text("weigh")
+    assert submit.main(["--resume", "runs/one", "--dry-run"]) == 0
+    error = capsys.readouterr().err
+    assert f"step_000010 is damaged and was passed over: {newer}: has 5 bytes, of 7 that were written" in error
+    older.unlink()
+    assert submit.main(["--resume", "runs/one", "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert f"step_000005 is damaged and was passed over: {older}: No such file or directory" in error
+    assert "none of the run's checkpoints can be gone on from" in error
+
+
 @pytest.mark.parametrize(
     ("key", "told"),
     [
@@ -355,6 +377,10 @@ def test_damaged_manifests_are_told_and_passed_over_before_an_attempt_is_made(co
         ("run.seed=4", "run.seed"),
         ("run.name=other", "run.name"),
         ("streams.backend=redis", "streams.backend"),
+        ("train.lora_rank=4", "train.lora_rank"),
+        ("train.dtype=bfloat16", "train.dtype"),
+        ("train.distributed_optimizer=true", "train.distributed_optimizer"),
+        ("train.value_head=true", "train.value_head"),
     ],
 )
 def test_a_resume_refuses_to_change_what_has_no_effect_any_more(config, capsys, key, told):
