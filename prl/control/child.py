@@ -98,7 +98,7 @@ def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoRetur
             main(child, client)
             if client.lost is not None:
                 raise client.lost
-        except Exception as error:
+        except BaseException as error:  # torch has some that are no Exception
             code = 1
             try:
                 client.call("fail", _failure(error, child.run.path), deadline_s=5.0, reason="reporting a failure")
@@ -134,7 +134,7 @@ def say(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
 
-def _failure(error: Exception, folder: Path) -> dict[str, str]:
+def _failure(error: BaseException, folder: Path) -> dict[str, str]:
     return {"error": in_words(error, folder), "traceback": traceback.format_exc()}
 
 

@@ -8,11 +8,12 @@ writer is a forked process, which has more ways to go wrong beside threads, sock
 
 import queue
 import shutil
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,12 +22,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+from torch.distributed.checkpoint.api import CheckpointException
 
+from prl.config.resumed import FIXED_TRAIN_KEYS, model_changes
 from prl.runfolder.manifest import Part, part_of
 from prl.runfolder.publish import in_words
 from prl.trainer.engine import Engine
@@ -36,7 +40,6 @@ from prl.trainer.reference import ProximalPolicy
 
 _PART = "trainer"
 _PROXIMAL = "proximal."  # before the names of the proximal policy's tensors
-_MUST_MATCH = ("dtype", "distributed_optimizer", "lora_rank", "value_head")  # that a checkpoint depends on
 T = TypeVar("T")
 
 
@@ -53,6 +56,7 @@ class Save:
     began: float  # time.monotonic()
     plan: "_Plan"
     written: "Future[tuple[list[Any], list[Part]]]"  # by this rank: what .metadata says of its files, and the files
+    given_up: threading.Event  # a thread that is stuck in one file then begins no other where the next save may be writing
 
     @property
     def temporary(self) -> Path:
@@ -79,21 +83,23 @@ def begin_save(engine: Engine, channel: Channel, folder: Path, step: int) -> Sav
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
 
-    _on_all(channel, folder, make_folder)
-    filesystem_async._results_queue = queue.SimpleQueue()  # else Megatron starts a process to hold one
-    dist_checkpointing.save(
-        _state(engine, channel, step),
-        str(temporary),
-        sharded_strategy=plan,
-        async_sharded_save=True,
-        async_strategy="mcore",
-        content_metadata={key: value for key, value in _content().items() if key != "dp_cp_group"},
-    )
-    buckets = _on_all(channel, folder, lambda: _copied(plan.writer, _live_storages(engine)))
+    try:
+        _on_all(channel, folder, make_folder)
+        filesystem_async._results_queue = queue.SimpleQueue()  # else Megatron starts a process to hold one
+        # As Megatron's `save` does it, which has rank 0 alone look into the folder: the others would wait for it in vain, if
+        # it could not.
+        sharded, common = save_preprocess(_state(engine, channel, step))
+        sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=dist.get_rank())
+        _on_all(channel, folder, lambda: plan.async_save(sharded, temporary, "mcore"))
+        buckets = _on_all(channel, folder, lambda: _copied(plan.writer, _live_storages(engine)))
+    except SaveError:
+        _remove(folder, temporary)
+        raise
+    given_up = threading.Event()
     pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-    written = pool.submit(_write, plan.writer, buckets, temporary)
+    written = pool.submit(_write, plan.writer, buckets, temporary, given_up)
     pool.shutdown(wait=False)
-    return Save(step, folder, began, plan, written)
+    return Save(step, folder, began, plan, written, given_up)
 
 
 def finish_save(save: Save, channel: Channel, wait_s: float) -> list[Part]:
@@ -126,10 +132,8 @@ def finish_save(save: Save, channel: Channel, wait_s: float) -> list[Part]:
 
         parts = parts + _on_all(channel, save.folder, commit)
     except SaveError:
-        if leader:
-            shutil.rmtree(save.temporary, ignore_errors=True)
-            with suppress(OSError):
-                save.folder.rmdir()
+        save.given_up.set()
+        _remove(save.folder, save.temporary)
         raise
     gathered = channel.gather([(f"{_PART}/{part.path}", part.bytes, part.checksum) for part in parts])
     return [Part(*part) for part in chain.from_iterable(gathered)]
@@ -138,12 +142,13 @@ def finish_save(save: Save, channel: Channel, wait_s: float) -> list[Part]:
 def load_checkpoint(engine: Engine, folder: Path) -> int:
     """Restore what was saved; returns its step. A collective of all ranks.
 
-    Raises FileNotFoundError where nothing was written, ValueError where it does not fit the engine.
+    Raises FileNotFoundError where nothing was written, ValueError where it cannot be read or does not fit the engine.
     """
     part = folder / _PART
     if not part.is_dir():
         raise FileNotFoundError(f"{folder} is no checkpoint to resume from: it has no folder {_PART}/")
-    facts = dist_checkpointing.load_common_state_dict(str(part)).get("facts")
+    with _reading(part):
+        facts = dist_checkpointing.load_common_state_dict(str(part)).get("facts")
     if facts is None:
         raise ValueError(f"{folder} was written by another version of prl; submit the run anew")
     _check_fit(engine, facts, folder)
@@ -151,7 +156,9 @@ def load_checkpoint(engine: Engine, folder: Path) -> int:
     if count:
         _allocate(engine)
     proximal = engine.proximal if facts.get("proximal") else None
-    state = dist_checkpointing.load(_sharded(engine, proximal, is_loading=True, optimizer=count > 0), str(part))
+    wanted = _sharded(engine, proximal, is_loading=True, optimizer=count > 0)
+    with _reading(part):
+        state = dist_checkpointing.load(wanted, str(part))
     for key, gpt in _keyed(engine.gpts):
         gpt.load_state_dict(state[key])
     if proximal:
@@ -174,13 +181,16 @@ def load_checkpoint(engine: Engine, folder: Path) -> int:
 
 def _check_fit(engine: Engine, facts: dict[str, Any], folder: Path) -> None:
     """Raises ValueError where the engine is another one than the checkpoint's."""
+    changes = model_changes(facts.get("model", {}), engine.config)  # earlier versions of prl did not write it
+    if changes:
+        raise ValueError(f"the model is another one than when {folder} was written: {changes}; restore its config.json")
     before, now = facts["reference"], _reference(engine)
     if before and now and before != now:
         raise ValueError(
             f"the initial policy, built again as the reference, has the digest {now}; it was {before} when {folder} was "
             f"written: restore the weights in the model's folder, and run.seed and train.dtype as they were"
         )
-    for key in _MUST_MATCH:
+    for key in FIXED_TRAIN_KEYS:
         asked, was = getattr(engine.options, key), facts.get(key, False)
         if was != asked:
             raise ValueError(
@@ -194,8 +204,10 @@ def _state(engine: Engine, channel: Channel, step: int) -> dict[str, Any]:
     count = max(channel.gather(_count(engine)))
     proximal = engine.proximal if engine.proximal and engine.proximal.known else None
     facts = {"step": step, "count": count, "reference": _reference(engine), "proximal": proximal is not None}
-    facts |= {key: getattr(engine.options, key) for key in _MUST_MATCH}
-    return {"facts": facts, **_sharded(engine, proximal, is_loading=False, optimizer=count > 0)}
+    facts |= {key: getattr(engine.options, key) for key in FIXED_TRAIN_KEYS}
+    form = {key: value for key, value in _content().items() if key != "dp_cp_group"}
+    state = {"facts": {**facts, "model": asdict(engine.config)}, "content_metadata": form}
+    return state | _sharded(engine, proximal, is_loading=False, optimizer=count > 0)
 
 
 def _sharded(engine: Engine, proximal: ProximalPolicy | None, *, is_loading: bool, optimizer: bool) -> dict[str, Any]:
@@ -292,11 +304,13 @@ def _copied(writer: Any, live: set[int]) -> list[Any]:
     return [(path, key, (data, [(item, steady(tensor)) for item, tensor in tensors])) for path, key, (data, tensors) in buckets]
 
 
-def _write(writer: Any, buckets: list[Any], folder: Path) -> tuple[list[Any], list[Part]]:
+def _write(writer: Any, buckets: list[Any], folder: Path, given_up: threading.Event) -> tuple[list[Any], list[Part]]:
     """In a thread: all files of this rank, durable, with their checksums."""
     results: list[Any] = []
     parts = []
     for number, bucket in enumerate(buckets):
+        if given_up.is_set():
+            break
         _, written = writer.write_preloaded_data([writer.transforms], number, bucket, None, None, use_fsync=True)
         if isinstance(written, Exception):
             raise written
@@ -311,9 +325,34 @@ def _on_all(channel: Channel, folder: Path, work: Callable[[], T]) -> T:
     words, result = "", None
     try:
         result = work()
-    except Exception as error:
-        words = in_words(error, folder)
+    except (Exception, CheckpointException) as error:
+        words = in_words(_cause(error), folder)
     failed = [said for said in channel.gather(words) if said]
     if failed:
         raise SaveError(f"{folder}: the checkpoint could not be written: {failed[0]}")
     return cast(T, result)
+
+
+def _remove(folder: Path, temporary: Path) -> None:
+    """What a save that failed leaves."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):
+            folder.rmdir()
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """ValueError, which says what is wrong in a line, for all that comes of files that are missing or damaged."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        cause = _cause(error)
+        raise ValueError(f"{folder} cannot be read: {type(cause).__name__}: {cause}") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """torch wraps what failed, on whichever rank, in an exception that is no Exception and says it in many lines."""
+    while isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return error

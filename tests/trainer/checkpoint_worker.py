@@ -85,6 +85,7 @@ def main(folder: Path) -> None:
     device.install(1)
     import torch
     from megatron.core import parallel_state
+    from torch.distributed.checkpoint import filesystem
 
     from prl.trainer.checkpoint import SaveError, begin_save, finish_save, load_checkpoint
     from prl.trainer.engine import Engine, build_engine
@@ -247,6 +248,56 @@ def main(folder: Path) -> None:
         found = {key: np.array([group[key] for group in groups]) for key in ("lr", "betas", "eps", "weight_decay")}
         report("other_options", found)
 
+    def unreadable() -> None:
+        """Each file of a checkpoint missing, empty or half there; and the checkpoint of another model."""
+        whole, engine, words = results / "dense" / "one", engine_of(PLAIN), {}
+
+        def refused(engine: Engine, checkpoint: Path) -> np.ndarray:
+            try:
+                load_checkpoint(engine, checkpoint)
+            except ValueError as error:
+                return np.array(str(error))
+            raise AssertionError(checkpoint)
+
+        for name in (".metadata", "__0_0.distcp", "metadata.json"):
+            for kind in ("missing", "empty", "half"):
+                folder = results / f"{kind}{name}"
+                shutil.copytree(whole, folder)
+                file = folder / "trainer" / name
+                content = file.read_bytes()
+                file.write_bytes(content[: len(content) // 2 if kind == "half" else 0])
+                if kind == "missing":
+                    file.unlink()
+                words[f"{kind} {name}"] = refused(engine, folder)
+        for key, model in (
+            ("rope_theta", replace(DENSE, rope_theta=5.0)),
+            ("architecture", replace(DENSE, architecture="llama")),
+            ("vocabulary", replace(DENSE, vocabulary=DENSE.vocabulary + 1)),
+            ("layers", replace(DENSE, layers=2)),
+        ):
+            words[key] = refused(build_engine(build_model(model, PLAIN), model, PLAIN), whole)
+        report("unreadable", words)
+
+    def unplanned() -> None:
+        """A save that fails in torch, while ranks agree on who writes what."""
+        engine, path = engine_of(PLAIN), results / "unplanned"
+        prepare = filesystem.FileSystem.mkdir
+
+        def fail(self: object, place: Path) -> None:
+            raise PermissionError(13, "Permission denied", str(place))
+
+        filesystem.FileSystem.mkdir = fail
+        try:
+            save(engine, path, 1)
+            words = "saved"
+        except SaveError as error:
+            words = str(error)
+        finally:
+            filesystem.FileSystem.mkdir = prepare
+        left = path.exists()
+        save(engine, path, 1)
+        report("unplanned", {"words": np.array(words), "left": np.array(left)})
+
     def other_value_rate() -> None:
         """A value head's rate before, and as an attempt is told that resumes, beside the head's steps."""
         for name, split in (("plain", {}), ("shared", SHARED)):
@@ -361,6 +412,8 @@ def main(folder: Path) -> None:
         skipped("one", PLAIN)
         other_options()
         other_value_rate()
+        unreadable()
+        unplanned()
         interrupted(engine_of(PLAIN))
     else:
         layouts()

@@ -122,6 +122,38 @@ def test_a_value_heads_rate_factor_may_change_with_a_resume(saved, name):
     assert np.array_equal(found["norm_10"], found["norm_1"])
 
 
+def test_files_that_cannot_be_read_are_told_in_a_line(saved):
+    found = {name: str(words) for name, words in saved[1, "unreadable"].items()}
+    for name, words in found.items():
+        kind, _, file = name.partition(" ")
+        if file:
+            assert f"/{kind}{file}/trainer cannot be read: " in words
+            assert "\n" not in words
+    assert "/missing.metadata/trainer/.metadata'" in found["missing .metadata"]
+    assert "No such file or directory" in found["missing __0_0.distcp"]
+    assert "Ran out of input" in found["empty .metadata"]
+    assert "JSONDecodeError" in found["half metadata.json"]
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("rope_theta", "rope_theta = 5.0, which was 10000.0"),
+        ("architecture", "architecture = llama, which was qwen3"),
+        ("vocabulary", "vocabulary = 52, which was 51"),
+        ("layers", "layers = 2, which was 4"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(saved, key, change):
+    assert f"dense/one was written: {change}; restore its config.json" in str(saved[1, "unreadable"][key])
+
+
+def test_a_save_whose_plan_fails_says_so_and_leaves_nothing(saved):
+    found = saved[1, "unplanned"]
+    assert re.fullmatch(r"\S*/unplanned: the checkpoint could not be written: PermissionError: .*", str(found["words"]))
+    assert not found["left"]
+
+
 def test_a_save_that_is_interrupted_or_fails_at_any_file_leaves_what_counted_and_the_next_one_succeeds(saved):
     """The worker asserts it at each point; here is what the points were."""
     found = saved[1, "interrupted"]
