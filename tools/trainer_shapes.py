@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from prl.config.hf_config import ModelConfig, model_config
+from prl.config.tensors import tensor_shapes
 from prl.streams.records import MicroBatch, StepFacts
 from prl.trainer.batch import Batch, to_device
 from prl.trainer.engine import Engine, build_engine
@@ -37,7 +38,6 @@ from prl.trainer.mapping import load_weights
 from prl.trainer.model import build_model
 from prl.trainer.options import TrainOptions
 from prl.trainer.parallel import start_groups
-from prl.trainer.table import tensor_shapes
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from prl.config.machine import free_memory_bytes, machine_problems
 from prl.config.model_files import tokenizer_problems, weight_problems
 from prl.config.optimizer_checks import optimizer_problems
 from prl.config.schema import Config
+from prl.trainer.options import ModelOptions
 
 NAME_CHARACTERS = 100
 STEP_ROLLOUTS = 10**7
@@ -113,7 +114,7 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     lists every problem, one a line. `memory_bytes` is what this machine has free (default: asked of it)."""
     check_numbers(config)
     model, problems = _model(config)
-    problems += _model_files(config)
+    problems += _model_files(config, model)
     problems += _run(config)
     problems += _sbatch(config)
     problems += _parts(config)
@@ -170,7 +171,7 @@ def _model(config: Config) -> tuple[ModelConfig | None, list[str]]:
     options = config.model
     if not options.path:
         if options.init == "random" and options.architecture is not None:
-            return _random_model(config)
+            return _random_model(options)
         if options.init == "random":
             return None, [
                 "model.architecture = null: with init: random give an architecture, or a path with config and tokenizer"
@@ -189,29 +190,19 @@ def _model(config: Config) -> tuple[ModelConfig | None, list[str]]:
         return None, [f"model.path = {folder}: prl cannot train this model: {error}"]
 
 
-def _model_files(config: Config) -> Iterator[str]:
+def _model_files(config: Config, model: ModelConfig | None) -> Iterator[str]:
     folder = Path(config.model.path)
     if config.model.path and config.model.architecture is None and folder.is_dir():
-        problems = [*tokenizer_problems(folder), *(weight_problems(folder) if config.model.init == "pretrained" else ())]
-        yield from (f"model.path = {folder}: {problem}" for problem in problems)
+        weights = weight_problems(folder, model) if config.model.init == "pretrained" else []
+        yield from (f"model.path = {folder}: {problem}" for problem in [*tokenizer_problems(folder), *weights])
 
 
-def _random_model(config: Config) -> tuple[ModelConfig | None, list[str]]:
-    options, problems = config.model, []
-    if options.heads % options.kv_heads:
-        problems.append(f"model.kv_heads = {options.kv_heads}: must divide model.heads = {options.heads}")
-    if options.head_dim % 2:
-        problems.append(f"model.head_dim = {options.head_dim}: must be even (rotary positions turn pairs)")
-    elif options.architecture == "qwen2" and options.head_dim * options.heads != options.hidden_size:
-        problems.append(
-            f"model.head_dim = {options.head_dim}: qwen2 wants hidden_size / heads = {options.hidden_size}/{options.heads}; "
-            f"change one of the three"
-        )
-    if options.architecture == "qwen3_moe" and options.experts_per_token > options.experts:
-        problems.append(f"model.experts_per_token = {options.experts_per_token}: there are model.experts = {options.experts}")
-    if problems:
-        return None, problems
-    return model_config(new_model_config(options, end=0, pad=0)), []
+def _random_model(options: ModelOptions) -> tuple[ModelConfig | None, list[str]]:
+    names = {field.name: f"model.{field.name}" for field in dataclasses.fields(options)}
+    try:
+        return model_config(new_model_config(options, end=0, pad=0), names), []
+    except UnsupportedModelError as error:
+        return None, list(error.args)
 
 
 def _fit(config: Config, model: ModelConfig) -> Iterator[str]:

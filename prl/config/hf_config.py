@@ -3,7 +3,7 @@ weights. No transformers import: it costs seconds."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,24 @@ ARCHITECTURES = {
 }
 VOCABULARIES = {"digits": 16, "bytes": 260}  # tokens of the tokenizers that prl.runfolder.model writes
 _MANY = 10**5  # layers, heads, experts
+_LARGE = 1e12
 _ROPE_THETA = 10000.0
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_KEYS = {  # of config.json, by the fields of ModelConfig that must fit each other
+    "hidden_size": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+}
 
 
 class UnsupportedModelError(Exception):
-    """The folder's model has something that the trainer would compute wrongly."""
+    """The folder's model has something that the trainer would compute wrongly; `args` are what that is, one by one."""
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.args))
 
 
 @dataclass(frozen=True)
@@ -106,8 +118,8 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UnsupportedModelError(f"{path}: {error}") from None
 
 
-def model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """From the contents of a config.json, as transformers 4 or 5 writes it."""
+def model_config(raw: Mapping[str, Any], keys: Mapping[str, str] = _KEYS) -> ModelConfig:
+    """From the contents of a config.json, as transformers 4 or 5 writes it. `keys`: what messages call fields of the answer."""
     architecture = raw["model_type"]
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(f"model_type {architecture!r} is not one of {', '.join(ARCHITECTURES)}")
@@ -117,12 +129,12 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     for key in ("attention_bias", "mlp_only_layers", "quantization_config"):
         if raw.get(key) and (key, architecture) != ("attention_bias", "qwen2"):  # Qwen2 always has biases, whatever is said
             raise UnsupportedModelError(f"{key} = {raw[key]!r} is not supported")
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # of two, transformers takes the older name's alone
     turned = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0
     if turned != 1.0:
         raise UnsupportedModelError(f"partial_rotary_factor = {turned} is not supported, only 1")
     heads, hidden_size = _size(raw, "num_attention_heads", _MANY), _size(raw, "hidden_size")
-    return ModelConfig(
+    model = ModelConfig(
         architecture=architecture,
         vocabulary=_size(raw, "vocab_size"),
         hidden_size=hidden_size,
@@ -131,14 +143,18 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
         heads=heads,
         kv_heads=heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads"),
         head_dim=hidden_size // heads if raw.get("head_dim") is None else _size(raw, "head_dim"),
-        norm_epsilon=float(raw["rms_norm_eps"]),
-        tied=raw.get("tie_word_embeddings", False),
+        norm_epsilon=_positive(raw, "rms_norm_eps"),
+        tied=_flag(raw, "tie_word_embeddings"),
         max_positions=_size(raw, "max_position_embeddings"),
-        rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", _ROPE_THETA))),
+        rope_theta=_positive({"rope_theta": _ROPE_THETA, **raw, **rope}, "rope_theta"),
         rope_scaling=_rope_scaling(raw, rope),
         window=_window(raw),
         **_experts(raw),
     )
+    problems = list(_inconsistencies(model, keys))
+    if problems:
+        raise UnsupportedModelError(*problems)
+    return model
 
 
 def new_model_config(options: ModelOptions, end: int, pad: int) -> dict[str, Any]:
@@ -195,31 +211,63 @@ def _size(raw: Mapping[str, Any], key: str, limit: int = 10**8) -> int:
     return value
 
 
+def _positive(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = raw[key] if default is None or raw.get(key) is not None else default
+    if type(value) not in (int, float) or not 0 < value < _LARGE:
+        raise UnsupportedModelError(f"{key} = {value!r:.40}: expected a number above 0 and below {_LARGE:g}")
+    return float(value)
+
+
+def _flag(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = raw.get(key)
+    if value is not None and type(value) is not bool:
+        raise UnsupportedModelError(f"{key} = {value!r:.40}: expected true or false")
+    return default if value is None else value
+
+
+def _inconsistencies(model: ModelConfig, keys: Mapping[str, str]) -> Iterator[str]:
+    """Which sizes do not go together; `keys` says what they are called."""
+    if model.heads % model.kv_heads:
+        yield f"{keys['kv_heads']} = {model.kv_heads}: must divide {keys['heads']} = {model.heads}"
+    if model.head_dim < 2 or model.head_dim % 2:
+        yield f"{keys['head_dim']} = {model.head_dim}: must be even (rotary positions turn pairs) and at least 2"
+    elif model.architecture == "qwen2" and model.head_dim * model.heads != model.hidden_size:
+        yield (
+            f"{keys['head_dim']} = {model.head_dim}: qwen2 wants {keys['hidden_size']} / {keys['heads']} = "
+            f"{model.hidden_size}/{model.heads}; change one of the three"
+        )
+    if model.architecture == "llama" and model.hidden_size % model.heads:  # else the samplers refuse it
+        yield f"{keys['hidden_size']} = {model.hidden_size}: llama wants a multiple of {keys['heads']} = {model.heads}"
+    if model.experts_per_token > model.experts:
+        yield f"{keys['experts_per_token']} = {model.experts_per_token}: there are {keys['experts']} = {model.experts}"
+    if model.rope_theta <= 1:
+        yield f"rope_theta = {model.rope_theta:g}: must be above 1 (rotary frequencies fall with the dimension)"
+
+
 def _rope_scaling(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> LinearScaling | Llama3Scaling | YarnScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UnsupportedModelError("rope_parameters that differ between layers are not supported")
     if kind not in _ROPE_TYPES:
         raise UnsupportedModelError(f"rope_type {kind!r} is not supported, only {', '.join(_ROPE_TYPES)}")
-    original = rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    positions = "original_max_position_embeddings"
+    original = _size({**raw, positions: raw.get(positions) or rope.get(positions) or raw["max_position_embeddings"]}, positions)
     if kind == "linear":
-        return LinearScaling(rope["factor"])
+        return LinearScaling(_positive(rope, "factor"))
     if kind == "llama3":
-        return Llama3Scaling(
-            factor=rope["factor"],
-            low_frequency_factor=rope["low_freq_factor"],
-            high_frequency_factor=rope["high_freq_factor"],
-            original_positions=original,
-        )
+        factor, low, high = (_positive(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+        if low >= high:
+            raise UnsupportedModelError(f"high_freq_factor = {high}: must be above low_freq_factor = {low}")
+        return Llama3Scaling(factor, low, high, original)
     if kind == "yarn":
-        factor = rope.get("factor") or raw["max_position_embeddings"] / original
+        factor = _positive(rope, "factor", raw["max_position_embeddings"] / original)
         return YarnScaling(
             factor=factor,
             attention_factor=_attention_factor(rope, factor),
-            fast_turns=rope.get("beta_fast") or 32,
-            slow_turns=rope.get("beta_slow") or 1,
+            fast_turns=_positive(rope, "beta_fast", 32),
+            slow_turns=_positive(rope, "beta_slow", 1),
             original_positions=original,
-            whole_dimensions=rope.get("truncate", True),
+            whole_dimensions=_flag(rope, "truncate", True),
         )
     return None
 
@@ -231,22 +279,20 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
         return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
 
     if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
+        return _positive(rope, "attention_factor")
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return growth(rope["mscale"]) / growth(rope["mscale_all_dim"])
+        return growth(_positive(rope, "mscale")) / growth(_positive(rope, "mscale_all_dim"))
     return growth(1.0)
 
 
 def _window(raw: Mapping[str, Any]) -> int | None:
-    if raw["model_type"] == "mistral":
-        window = raw.get("sliding_window", 4096)
-    else:
-        window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    if window is None or window >= raw["max_position_embeddings"]:
+    mistral = raw["model_type"] == "mistral"
+    window = raw.get("sliding_window", 4096) if mistral or _flag(raw, "use_sliding_window") else None
+    if window is None or _size({**raw, "sliding_window": window}, "sliding_window") >= raw["max_position_embeddings"]:
         return None
-    if raw["model_type"] != "mistral":  # the samplers refuse them too
+    if not mistral:  # the samplers refuse them too
         raise UnsupportedModelError(f"use_sliding_window = true with sliding_window = {window} is not supported")
-    return _size({**raw, "sliding_window": window}, "sliding_window")
+    return int(window)
 
 
 def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,13 +300,12 @@ def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
         return {"experts": 0, "experts_per_token": 0, "expert_ffn_size": 0, "experts_weights_sum_to_one": False}
     key = "num_experts" if "num_experts" in raw else "num_local_experts"
     experts, chosen = _size(raw, key, _MANY), _size(raw, "num_experts_per_tok")
-    if chosen > experts:
-        raise UnsupportedModelError(f"num_experts_per_tok = {chosen}: there are {experts} experts")
-    if chosen == 1 and raw.get("norm_topk_prob", False):
+    to_one = _flag(raw, "norm_topk_prob")
+    if chosen == 1 and to_one:
         raise UnsupportedModelError("norm_topk_prob = true is not supported with one expert a token: its weight is always 1")
     return {
         "experts": experts,
         "experts_per_token": chosen,
         "expert_ffn_size": _size(raw, "moe_intermediate_size"),
-        "experts_weights_sum_to_one": bool(raw.get("norm_topk_prob", False)),
+        "experts_weights_sum_to_one": to_one,
     }

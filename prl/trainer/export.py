@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from prl.config.hf_config import ModelConfig, read_model_config
+from prl.config.tensors import entries
 from prl.trainer.hf_folder import SHARD_BYTES, write_folder
-from prl.trainer.table import ADAPTER_SCALE, entries, full_tensors
+from prl.trainer.table import ADAPTER_SCALE, full_tensors
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")

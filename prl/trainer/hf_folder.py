@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,15 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError
-from prl.config.model_files import INDEX, WEIGHTS
+from prl.config.model_files import INDEX, WEIGHTS, find_weights
 from prl.runfolder.publish import storage, sync_folder
-from prl.trainer.table import Sliced, tensor_shapes
+from prl.trainer.table import Sliced
 
 SHARD_BYTES = 2 << 30  # of a file of weights, at most, unless a single tensor is larger
-
-# Weights that some folders hold although they follow from the config or from other weights.
-_DERIVED = ("rotary_emb.inv_freq", "lm_head.weight")
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -39,34 +34,16 @@ class _OfAnExpert:
 
 
 def read_weights(folder: Path, model: ModelConfig) -> Iterator[tuple[str, Sliced]]:
-    """The folder's tensors in the order of `table.tensor_shapes`, each to be read by slices: nothing is in memory before.
-    Experts may lie each on its own, as hubs hold them, or all of a layer in one tensor.
-
-    Raises UnsupportedModelError where the folder lacks a tensor, has one of another shape, or one that the architecture lacks.
-    """
-    files = _files(folder)
-    opened = {path: _open(path) for path in set(files.values())}
-    used: set[str] = set()
-    found: dict[str, Sliced] = {}
-    missing, misshapen = [], []
-    for name, shape in tensor_shapes(model).items():
-        held, part = _held(files, name, shape)
-        if held not in files:
-            missing.append(name)
-            continue
-        used.add(held)
-        tensor = opened[files[held]].get_slice(held)
-        whole = shape if part is None else (model.experts, (2 if "gate_up" in held else 1) * shape[0], shape[1])
-        if tuple(tensor.get_shape()) != whole:
-            misshapen.append(f"{held} is {tensor.get_shape()}, not {list(whole)}")
-        found[name] = tensor if part is None else _OfAnExpert(tensor, *part)
-    unknown = [name for name in files if name not in used and not name.endswith(_DERIVED)]
-    if missing or misshapen or unknown:
-        raise UnsupportedModelError(
-            f"{folder} is no plain {model.architecture} model: missing tensors {missing[:3]}, unknown tensors {unknown[:3]}, "
-            f"of another shape {misshapen[:3]}"
-        )
-    yield from found.items()
+    """The folder's tensors in the order of `tensors.tensor_shapes`, each to be read by slices: nothing is in memory before.
+    Raises UnsupportedModelError where they are not those of the model (`model_files.find_weights`)."""
+    try:
+        places = find_weights(folder, model)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(*(f"{folder}: {problem}" for problem in error.args)) from None
+    opened = {path: _open(path) for path in {place.path for place in places.values()}}
+    for name, place in places.items():
+        tensor = opened[place.path].get_slice(place.name)
+        yield name, tensor if place.expert is None else _OfAnExpert(tensor, place.expert, place.rows)
 
 
 def write_folder(
@@ -106,16 +83,6 @@ def replace_folder(temporary: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _held(files: dict[str, Path], name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, slice] | None]:
-    """The name under which the folder has a tensor, and what of it where it is in one with other experts'."""
-    match = None if name in files else _EXPERT.fullmatch(name)
-    if match is None:
-        return name, None
-    layer, expert, matrix = match.groups()
-    first = shape[0] if matrix == "up" else 0  # gates come first
-    return f"{layer}.{'down' if matrix == 'down' else 'gate_up'}_proj", (int(expert), slice(first, first + shape[0]))
-
-
 def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
     shards: list[Path] = []
     shard: dict[str, Tensor] = {}
@@ -144,18 +111,6 @@ def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_by
         path.rename(folder / name)
     index = {"metadata": {"total_size": total}, "weight_map": {name: names[number] for name, number in files.items()}}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Where each tensor of the folder lies."""
-    if (folder / INDEX).exists():
-        index: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        return {name: folder / file for name, file in index.items()}
-    path = folder / WEIGHTS
-    if not path.exists():
-        raise UnsupportedModelError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: no weights to start from")
-    with _open(path) as file:
-        return dict.fromkeys(file.keys(), path)
 
 
 def _open(path: Path) -> Any:

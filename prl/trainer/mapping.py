@@ -10,10 +10,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from prl.config.hf_config import ModelConfig
+from prl.config.tensors import EMBEDDING, OUTPUT, Entry, entries
 from prl.trainer import device
 from prl.trainer.lora import is_adapter, merged
 from prl.trainer.model import unwrap
-from prl.trainer.table import EMBEDDING, OUTPUT, Entry, Sliced, entries, fill_shard, full_tensors
+from prl.trainer.table import Sliced, fill_shard, full_tensors
 from prl.trainer.value_head import is_value_head
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
@@ -22,8 +23,8 @@ _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+(?=\.)|(?<=\.experts\.l
 
 @torch.no_grad()
 def load_weights(chunks: Sequence[torch.nn.Module], model: ModelConfig, tensors: Iterable[tuple[str, Sliced]]) -> None:
-    """Fill this rank's shards from full tensors, which must come in the order of `table.tensor_shapes`; no more of them is read
-    than the shards hold.
+    """Fill this rank's shards from full tensors, which must come in the order of `tensors.tensor_shapes`; no more of them is
+    read than the shards hold.
 
     Raises ValueError for a tensor that is out of order, and for a parameter that the table does not know.
     """

@@ -74,7 +74,7 @@ class ProximalPolicy(FrozenPolicy):
 
 
 def build_reference(config: ModelConfig, options: TrainOptions, weights: Iterable[tuple[str, Sliced]]) -> Reference:
-    """`weights`: the initial policy's full tensors, in the order of `table.tensor_shapes`. A collective of the
+    """`weights`: the initial policy's full tensors, in the order of `prl.config.tensors`. A collective of the
     ranks that share the model."""
     chunks = _frozen_model(config, options)
     load_weights(chunks, config, weights)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from prl.config.tensors import tensor_shapes
 from prl.control.client import ControlError
 from prl.control.threaded import ThreadedClient
 from prl.metrics import names
@@ -16,7 +17,6 @@ from prl.trainer.engine import Engine
 from prl.trainer.mapping import export_weights
 from prl.trainer.model import DTYPES
 from prl.trainer.parallel import Channel, shares_weights
-from prl.trainer.table import tensor_shapes
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, to_json
 from prl.weights.transport import SendReport, TrainerEnd, TransportError

@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+from empty_weights import write_model
 from tokenizers import Tokenizer, models
 
 from prl.cli.submit import main
-from prl.config.hf_config import read_model_config
+from prl.config.hf_config import model_config, read_model_config
 from prl.config.load import load
 from prl.config.machine import count_parameters
 
@@ -64,7 +65,7 @@ def stub_model(folder: Path, config: dict) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").touch()
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    write_model(folder / "model.safetensors", model_config(config))
     return folder
 
 

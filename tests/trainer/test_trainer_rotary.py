@@ -1,10 +1,11 @@
 """Rotary frequencies and attention scale of every supported scaling, against transformers' own."""
 
+import json
 import math
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from prl.config.hf_config import model_config
@@ -39,5 +40,35 @@ def test_frequencies_and_scale_equal_transformers(scaling, form):
     model = model_config(raw)
     config = LlamaConfig(**raw)
     frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+    torch.testing.assert_close(inverse_frequencies(model), frequencies, rtol=1e-6, atol=0)
+    assert attention_scale(model) == pytest.approx(factor**2 / math.sqrt(32))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default", "rope_theta": 3e5}},
+        {"rope_scaling": {**YARN, "rope_theta": 7e4}, "rope_parameters": {"rope_type": "default", "rope_theta": 3e5}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": YARN, "rope_theta": 2e5},
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "factor": 3.0}, "rope_theta": 2e5},
+        {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 3e5}, "rope_theta": 2e5},
+        {"rope_scaling": YARN, "original_max_position_embeddings": 512},
+        {"rope_theta": 2e5},
+        {},
+    ],
+    ids=str,
+)
+def test_of_several_places_the_one_that_transformers_takes(tmp_path, keys):
+    raw = {"model_type": "llama", **SIZES, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, **keys}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = AutoConfig.from_pretrained(tmp_path)
+    model = model_config(raw)
+    assert model.rope_theta == config.rope_parameters["rope_theta"]
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        assert model.rope_scaling is None
+        return
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     torch.testing.assert_close(inverse_frequencies(model), frequencies, rtol=1e-6, atol=0)
     assert attention_scale(model) == pytest.approx(factor**2 / math.sqrt(32))

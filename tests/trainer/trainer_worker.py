@@ -32,6 +32,7 @@ def main(folder: Path) -> None:
     from torch.nn import functional
 
     from prl.config.hf_config import read_model_config
+    from prl.config.tensors import tensor_shapes
     from prl.trainer.checkpoint import begin_save, finish_save, load_checkpoint
     from prl.trainer.engine import Engine, build_engine
     from prl.trainer.head import Head, logprobs_and_entropies
@@ -42,7 +43,7 @@ def main(folder: Path) -> None:
     from prl.trainer.parallel import Channel, start_groups, stop_groups
     from prl.trainer.reference import Reference, build_reference
     from prl.trainer.step import train_step
-    from prl.trainer.table import random_weights, tensor_shapes
+    from prl.trainer.table import random_weights
     from prl.weights.digest import digest
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
