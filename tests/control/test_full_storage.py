@@ -62,13 +62,14 @@ def test_metrics_name_their_file(tmp_path):
     writer.close()
 
 
-@pytest.mark.parametrize("kind", ["run_child", "run_threaded_child"])
-def test_a_child_whose_log_takes_nothing_still_reports_it(tmp_path, kind):
+def reported(tmp_path, kind, exception):
+    """The error and the traceback that the orchestrator is told of a child whose main raises this, with a log that takes
+    nothing."""
     program = f"""
 import errno, os
 from prl.control.child import {kind}
 {"async " if kind == "run_child" else ""}def main(child, client):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    raise {exception}
 {kind}(main)
 """
     run = RunFolder(tmp_path / "run")
@@ -95,8 +96,19 @@ from prl.control.child import {kind}
         async with asyncio.timeout(60):
             assert await process.wait() != 0
         await server.close()
-        ((error, trace),) = failed
-        assert error.startswith(f"{run}: no space is left. What was made durable before is safe.")
-        assert "OSError: [Errno 28]" in trace
+        return failed
 
-    asyncio.run(main())
+    ((error, trace),) = asyncio.run(main())
+    return error, trace
+
+
+@pytest.mark.parametrize("kind", ["run_child", "run_threaded_child"])
+def test_a_child_whose_log_takes_nothing_still_reports_it(tmp_path, kind):
+    error, trace = reported(tmp_path, kind, "OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))")
+    assert error.startswith(f"{tmp_path}/run: no space is left. What was made durable before is safe.")
+    assert "OSError: [Errno 28]" in trace
+
+
+def test_what_ends_a_threaded_child_is_reported_also_where_it_is_no_exception(tmp_path):
+    error, _ = reported(tmp_path, "run_threaded_child", "BaseException('torch has some')")
+    assert error == "BaseException: torch has some"
