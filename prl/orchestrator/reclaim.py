@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Reclaimer:
-    """`files` and `bytes` count what was deleted in this attempt, `failures` the files that could not be."""
+    """`files` and `bytes` count what was deleted in this attempt, `failures` what could not be, or could not be looked into."""
 
     run: RunFolder
     attempt: int
@@ -35,7 +35,8 @@ class Reclaimer:
     failures: int = 0
 
     def __post_init__(self) -> None:
-        self._groups: dict[str, Pairs] = {}  # of rollout files that are still there, by path in the run folder
+        # Of rollout files that are still there, by path in the run folder; None: it cannot be read, and stays.
+        self._groups: dict[str, Pairs | None] = {}
 
     def announced(self, announcement: Mapping[str, Any]) -> None:
         """Learn what lies in a rollout file of this attempt."""
@@ -50,7 +51,7 @@ class Reclaimer:
             files = [*self._steps(step), *self._rollouts(partial(_had_ended, state))]
             if files:
                 record_reclaimed(self.run, files)
-        except (OSError, StreamError) as error:
+        except OSError as error:
             log.warning("nothing was reclaimed behind step %d: %s", step, error)
             self.failures += 1
             return
@@ -83,10 +84,20 @@ class Reclaimer:
             for file in files[:-1]:
                 name = self._name(file)
                 if name not in self._groups and file.attempt < self.attempt:
-                    self._groups[name] = _groups_in(file)
-                groups = self._groups.get(name)  # None: not announced yet
+                    self._groups[name] = self._groups_in(file)
+                groups = self._groups.get(name)  # None also: not announced yet
                 if groups is not None and all(had_ended(group, issue) for group, issue in groups):
                     yield Reclaimed("rollouts", name, file.bytes, file.checksum, groups)
+
+    def _groups_in(self, file: StreamFile) -> Pairs | None:
+        """What an earlier attempt's file holds."""
+        try:
+            found = read_rows(file.path, file.bytes, file.checksum)
+        except (OSError, StreamError) as error:
+            log.warning("a rollout file of an earlier attempt is kept, since what it holds cannot be read: %s", error)
+            self.failures += 1
+            return None
+        return tuple(pair for rows in found for pair in rows.issues())
 
     def _name(self, file: StreamFile) -> str:
         return file.path.relative_to(self.run.path).as_posix()
@@ -96,9 +107,3 @@ def _had_ended(state: Mapping[str, Any], group: int, issue: int) -> bool:
     """Whether this issue of a group had come to its end by the time of a dispatcher's state."""
     flight = state["groups"].get(str(group))
     return group < state["next_group"] if flight is None else issue < int(flight["issue"])
-
-
-def _groups_in(file: StreamFile) -> Pairs:
-    """What an earlier attempt's file holds. Raises StreamError."""
-    found = read_rows(file.path, file.bytes, file.checksum)
-    return tuple(pair for rows in found for pair in rows.issues())

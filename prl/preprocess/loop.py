@@ -17,6 +17,7 @@ from prl.control.client import ControlClient
 from prl.control.server import Bell
 from prl.flow.events import to_discard_rows, to_rows
 from prl.flow.ids import RolloutId
+from prl.flow.versions import Version
 from prl.preprocess.assemble import DROPPED, Moment
 from prl.preprocess.builder import BuilderSettings, Built, PublishedStep, UnreadableEntry, Workshop
 from prl.preprocess.replay import replay
@@ -131,7 +132,7 @@ class _Loop:
             self._note_trained(int(answer["trained_step"]), heard_s)
             awaited = [int(answer["awaited_from"])]
             for announcement in answer["announcements"]:
-                awaited += await self._take_in(announcement, heard_s - announcement["age_s"], heard_s)
+                awaited += await self._take_in(announcement, int(answer["lineage"]), heard_s - announcement["age_s"], heard_s)
                 if self._child.config.run.order == "arrival":
                     self._order(answer, min(awaited))  # what follows may be for a later step
             self._cursor = int(answer["cursor"])
@@ -146,7 +147,7 @@ class _Loop:
         self._maker.trained(step)
         self._bell.ring()
 
-    async def _take_in(self, announcement: Mapping[str, Any], announced_s: float, heard_s: float) -> list[int]:
+    async def _take_in(self, announcement: Mapping[str, Any], lineage: int, announced_s: float, heard_s: float) -> list[int]:
         """Read an announced entry; the groups that could not be read and are awaited anew."""
         entry = announced(announcement, self._child.attempt)
         self._seen[entry.writer] = max(entry.sequence, self._seen.get(entry.writer, -1))
@@ -158,8 +159,10 @@ class _Loop:
         if not wanted or entry.name in self._unreadable:
             return []
         self._client.progress(f"reading {entry.name}")
+        assert self._next_step is not None
+        newest = Version(lineage, self._next_step - 1)  # any later one is made by a step that has yet to be ordered
         try:
-            groups: list[Group] = await asyncio.to_thread(self._reader.read, entry, _VISIBLE_S)
+            groups: list[Group] = await asyncio.to_thread(self._reader.read, entry, _VISIBLE_S, newest)
             missing = wanted - {(g.group, g.issue) for g in groups}
             if missing:
                 raise StreamError(f"{entry.name}: announced groups {sorted(missing)} are not in it")

@@ -19,7 +19,7 @@ import pyarrow as pa
 from prl.config.load import ConfigError, load
 from prl.config.schema import Config
 from prl.report.audit_files import RolloutFiles, StepRows, check_age, read_rollout_files, read_step_rows
-from prl.report.audit_ids import Findings, Ids, Int64, pairs_of
+from prl.report.audit_ids import Findings, Ids, Int64, gaps, numbered, pairs_of
 from prl.report.read import ReportError, refuse_attempt
 from prl.runfolder.outcome import OutcomeError, read_outcome
 from prl.runfolder.paths import RunFolder
@@ -285,10 +285,10 @@ def _check_numbers(result: Audit, ledger: _Ledger, findings: Findings) -> None:
     early = (Ids.issue_of_pair(pairs) > 0) & ~np.isin(pairs - 1, ended_again)
     findings.add_groups(pairs[early], "was handed out, but the issue before it was not issued again")
     groups = np.unique(Ids.group_of_pair(pairs))
-    missing = np.setdiff1d(np.arange(groups.max(initial=-1) + 1), groups)
-    findings.add_groups(missing << Ids.ISSUE_BITS, "was never handed out, but later groups were")
-    for step in np.setdiff1d(np.arange(1, result.steps + 1), ledger.step[ledger.survives]).tolist():
-        findings.add(f"step {step}", "no rollout was trained in it, but in later steps")
+    for start, end in gaps(groups):
+        findings.add(numbered("group", start, end), "never handed out, but later groups were")
+    for start, end in gaps(ledger.step[ledger.survives], 1):
+        findings.add(numbered("step", start, end), "no rollout was trained there, but in later steps")
 
 
 def _check_rollout_files(
@@ -310,7 +310,7 @@ def _check_rollout_files(
     # A damaged file costs its groups, which the ledger then names: no fault of the run's.
     unreadable = (ledger.kind != ISSUED) & np.isin(ledger.reason, [n for n, r in enumerate(ledger.reasons) if r == UNREADABLE])
     quarantined = len(np.unique(pairs_of(ledger.key[unreadable])))
-    aside = len(list(run.quarantine.iterdir())) if run.quarantine.is_dir() else 0
+    aside = len(list(run.quarantine.glob("*.arrow")))
     result.quarantined_files = aside + min(len(files.damaged), quarantined)
     if len(files.damaged) > quarantined:
         for words in files.damaged:
@@ -331,9 +331,10 @@ def _check_step_files(
     gone = {file.step for file in reclaimed.values() if file.kind == "step"}
     order = np.flatnonzero(ledger.survives)
     order = order[np.argsort(ledger.step[order], kind="stable")]
-    limits = np.searchsorted(ledger.step[order], np.arange(result.steps + 2))
-    for step in sorted({*found, *range(1, result.steps + 1)}):
-        recorded = np.unique(ledger.key[order[limits[step] : limits[step + 1]]]) if step <= result.steps else None
+    of_order = ledger.step[order]
+    for step in sorted({*found, *np.unique(of_order[of_order > 0]).tolist()}):
+        low, high = np.searchsorted(of_order, (step, step + 1))
+        recorded = np.unique(ledger.key[order[low:high]]) if step <= result.steps else None
         if step not in found:
             if step not in gone and recorded is not None and len(recorded):
                 findings.add(f"step {step}", f"its file is not there; {len(recorded)} rollouts were trained in it")

@@ -1,5 +1,6 @@
 """The files of both streams as an audit sees them: a few numbers a rollout, read one file at a time."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +11,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from prl.config.schema import Config
-from prl.report.audit_ids import Findings, Ids, Int64, pairs_of
+from prl.report.audit_ids import Findings, Ids, Int64, gaps, numbered, pairs_of
 from prl.runfolder.paths import RunFolder
-from prl.runfolder.reclaim import Reclaimed
+from prl.runfolder.reclaim import Reclaimed, read_aside
 from prl.streams import rollouts, steps
 from prl.streams.files import FILE_NAME, Header, StreamError, StreamFile, open_arrow, read_checked
 from prl.streams.folder import rollout_files
@@ -38,7 +39,9 @@ class RolloutFiles:
     steps_min: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
     steps_max: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
     file: Int64 = field(default_factory=lambda: np.empty(0, np.int64))  # index into `names`
-    reclaimed_pairs: Int64 = field(default_factory=lambda: np.empty(0, np.int64))  # (group, issue) of files deleted on purpose
+    reclaimed_pairs: Int64 = field(
+        default_factory=lambda: np.empty(0, np.int64)
+    )  # (group, issue) of files deleted on purpose, or set aside
 
     def where(self, key: int) -> str:
         """The files that hold an id."""
@@ -57,15 +60,15 @@ def read_rollout_files(
     gone since it was listed."""
     result = RolloutFiles()
     columns: list[list[Int64]] = []
-    for writer, listed in rollout_files(run).items():
+    for writer, listed in _rollout_files(run, findings).items():
         _check_sequences(run.rollouts / writer, listed, reclaimed, run, findings)
         for file in listed:
             name = file.path.relative_to(run.path).as_posix()
             try:
                 data = read_checked(file.path, file.bytes, file.checksum)
                 opened = open_arrow(file.path, data, rollouts.KIND, rollouts.SCHEMA, run_name)
-            except StreamError as error:
-                if file.path.exists() or name not in (reclaimed := reclaimed_by_now()):
+            except (StreamError, OSError) as error:
+                if os.path.lexists(file.path) or name not in (reclaimed := reclaimed_by_now()):
                     result.damaged.append(str(error))
                 continue
             _check_header(name, opened.header, writer, file, findings)
@@ -77,10 +80,22 @@ def read_rollout_files(
         result.key, result.tokens, result.steps_sum = key[order], tokens[order], total[order]
         result.steps_min, result.steps_max, result.file = low[order], high[order], number[order]
     gone = [pair for file in reclaimed.values() for pair in file.groups]
+    try:
+        gone += read_aside(run)
+    except (OSError, ValueError) as error:
+        findings.add("", str(error))
     if gone:
         groups, issues = np.array(gone, np.int64).T
         result.reclaimed_pairs = np.unique(pairs_of(Ids.keys(groups, issues, np.zeros_like(groups))))
     return result
+
+
+def _rollout_files(run: RunFolder, findings: Findings) -> dict[str, list[StreamFile]]:
+    try:
+        return rollout_files(run)
+    except OSError as error:
+        findings.add("", f"the rollout files cannot be listed: {error}")
+        return {}
 
 
 def _check_sequences(
@@ -89,15 +104,16 @@ def _check_sequences(
     """A writer numbers its files 0, 1, 2, ... over all attempts."""
     numbers = np.array([file.sequence for file in files], np.int64)
     gone = [Path(name) for name in reclaimed if (run.path / name).parent == writer and not (run.path / name).exists()]
-    aside = run.quarantine.glob(f"{writer.name}_{rollouts.KIND}_a*") if run.quarantine.is_dir() else ()
-    matches = [FILE_NAME.fullmatch(path.name) for path in (*gone, *aside)]
+    aside = [path.name.removeprefix(f"{writer.name}_") for path in run.quarantine.glob(f"{writer.name}_{rollouts.KIND}_a*")]
+    matches = [FILE_NAME.fullmatch(name) for name in (*(path.name for path in gone), *aside)]
     deleted = np.array([int(match["sequence"]) for match in matches if match], np.int64)
     held, counts = np.unique(numbers, return_counts=True)
     for sequence in held[counts > 1].tolist():
         findings.add(f"{writer.name} file {sequence}", "two files have this sequence number")
-    both = np.union1d(held, deleted)
-    for sequence in np.setdiff1d(np.arange(both.max(initial=-1) + 1), both).tolist():
-        findings.add(f"{writer.name} file {sequence}", "is missing: neither there nor in quarantine nor deleted on purpose")
+    for start, end in gaps(np.union1d(held, deleted)):
+        findings.add(
+            f"{writer.name} {numbered('file', start, end)}", "missing: neither there nor in quarantine nor deleted on purpose"
+        )
     if (np.diff(numbers) < 0).any():
         findings.add(f"writer {writer.name}", "sequence numbers fell from one attempt to the next")
 

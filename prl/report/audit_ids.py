@@ -56,6 +56,17 @@ def pairs_of(keys: Int64) -> Int64:
     return keys >> Ids.ROLLOUT_BITS
 
 
+def gaps(numbers: Int64, first: int = 0) -> list[tuple[int, int]]:
+    """(from, to), both inclusive, of the numbers from `first` on that are missing below the greatest."""
+    held = np.unique(np.append(numbers[numbers >= first], first - 1))
+    before = np.flatnonzero(np.diff(held) > 1)
+    return list(zip((held[before] + 1).tolist(), (held[before + 1] - 1).tolist(), strict=True))
+
+
+def numbered(noun: str, start: int, end: int) -> str:
+    return f"{noun} {start}" if start == end else f"{noun}s {start} to {end}"
+
+
 class Findings:
     """What is wrong, all is counted, the first few of each kind are named."""
 

@@ -55,7 +55,7 @@ class RunFolder:
 
     @property
     def quarantine(self) -> Path:
-        """Rollout files that could not be read, as <writer>_<name>."""
+        """Rollout files that could not be read, as <writer>_<name>, each with its groups in <writer>_<name>.json."""
         return self.path / "streams" / "quarantine"
 
     @property

@@ -1,13 +1,15 @@
-"""The record of stream files that were deleted on purpose: what they were, so that an audit can tell them from lost ones."""
+"""The record of stream files that were deleted on purpose, and of those set aside because they cannot be read: what they were,
+so that an audit can tell them from lost ones."""
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 from prl.runfolder.paths import RunFolder
-from prl.runfolder.publish import storage, sync_folder, write_all
+from prl.runfolder.publish import publish_json, storage, sync_folder, write_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,27 @@ def read_reclaimed(run: RunFolder) -> list[Reclaimed]:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{run.reclaimed}: no record of a deleted file ({error!r}): {line[:200]}") from error
     return found
+
+
+def record_aside(kept: Path, groups: Iterable[tuple[int, int]]) -> None:
+    """Beside where a rollout file is to be kept in quarantine: the groups, with their issues, that it was announced with.
+    Raises OSError."""
+    publish_json(_beside(kept), list(groups))
+
+
+def read_aside(run: RunFolder) -> Iterator[tuple[int, int]]:
+    """(group, issue) of all that lies in quarantine and is known. Raises ValueError for a record that is none."""
+    for kept in sorted(run.quarantine.glob("*.arrow")):
+        if _beside(kept).is_file():
+            try:
+                for group, issue in json.loads(_beside(kept).read_text()):
+                    yield int(group), int(issue)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{_beside(kept)}: no record of a file in quarantine ({error!r})") from error
+
+
+def _beside(kept: Path) -> Path:
+    return kept.with_name(f"{kept.name}.json")
 
 
 def _ends_with_newline(run: RunFolder) -> bool:

@@ -24,8 +24,14 @@ from prl.streams.guard import check_file
 from prl.streams.routings import ROUTINGS
 
 SCHEMA_VERSION = 1
-FILE_NAME = re.compile(r"(?P<stem>.+)_a(?P<attempt>\d+)_(?P<sequence>\d+)_(?P<bytes>\d+)_(?P<checksum>[0-9a-f]{16})\.arrow")
+FILE_NAME = re.compile(  # digits bounded so that the numbers fit where numbers are kept
+    r"(?P<stem>[a-z]+(?:_[0-9]{1,15})?)_a(?P<attempt>[0-9]{1,9})_(?P<sequence>[0-9]{1,15})_(?P<bytes>[0-9]{1,15})"
+    r"_(?P<checksum>[0-9a-f]{16})\.arrow"
+)
 _NOT_YET_VISIBLE = (errno.ENOENT, errno.ESTALE)
+_UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOTDIR)  # that file, and not for want of something here
+# Whatever a name says: a file that nobody could hold, sparse perhaps, must not take this machine's memory.
+_MOST_BYTES = min(2**35, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
 class StreamError(Exception):
@@ -134,7 +140,7 @@ def list_published(folder: Path) -> list[tuple[str, StreamFile]]:
         return []
     found = []
     for name in names:
-        match = None if name.startswith(".") else FILE_NAME.fullmatch(name)
+        match = FILE_NAME.fullmatch(name)
         if match:
             file = StreamFile(
                 folder / name, int(match["bytes"]), match["checksum"], int(match["attempt"]), int(match["sequence"])
@@ -164,12 +170,14 @@ def read_checked(
 ) -> pa.Buffer:
     """The bytes of a published file, once size and checksum are right. On a shared filesystem a new name may show late on other
     nodes: for up to `wait_s` the parent is listed (which refreshes what the node believes) and the file opened again.
-    Raises StreamError; other OSErrors as they are."""
+    Raises StreamError, also where the disk fails; other OSErrors as they are."""
     end = clock() + wait_s
     while True:
         try:
             return _read_checked(path, size_bytes, checksum)
         except OSError as error:
+            if error.errno in _UNREADABLE:
+                raise StreamError(f"{path}: cannot be read ({error.strerror})") from error
             if error.errno not in _NOT_YET_VISIBLE:
                 raise
             if clock() >= end:
@@ -196,6 +204,8 @@ def _read_checked(path: Path, size_bytes: int, checksum: str) -> pa.Buffer:
             raise StreamError(f"{path}: not a regular file")
         if found.st_size != size_bytes:
             raise StreamError(f"{path}: {found.st_size} bytes, announced were {size_bytes}: torn or not the file announced")
+        if size_bytes > _MOST_BYTES:
+            raise StreamError(f"{path}: {size_bytes} bytes; the most that is read of one file here is {_MOST_BYTES}")
         data = pa.allocate_buffer(size_bytes)  # Arrow's memory is used again, which costs less than new
         rest = memoryview(data).cast("B")
         while rest and (count := os.readv(descriptor, [rest])):

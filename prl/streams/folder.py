@@ -1,6 +1,5 @@
 """The rollout stream as Arrow files: streams/rollouts/<writer>/rollouts_a<attempt>_<sequence>_<bytes>_<xxh3>.arrow."""
 
-import contextlib
 import errno
 import logging
 import os
@@ -11,6 +10,7 @@ import pyarrow as pa
 
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import open_folder
+from prl.runfolder.reclaim import record_aside
 from prl.streams.contract import Cursor, Published, check_writer, is_writer
 from prl.streams.files import (
     FILE_NAME,
@@ -33,7 +33,7 @@ class FolderAppender:
 
     def __init__(self, run: RunFolder, writer: str) -> None:
         self._root = run.path
-        self._folder = run.rollouts / check_writer(writer)
+        self._folder = _folder_of(run, writer)
         self._folder.mkdir(parents=True, exist_ok=True)
         self.next_sequence = next_sequence(self._folder)
         self._descriptor = open_folder(self._folder)
@@ -59,6 +59,7 @@ class FolderSource:
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
+        self._folders: dict[str, Path] = {}  # of writers, once looked at
 
     def fetch(self, entry: Published, wait_s: float) -> pa.Buffer:
         return read_checked(self._path(entry.name), entry.bytes, entry.checksum, wait_s=wait_s)
@@ -75,7 +76,9 @@ class FolderSource:
             return  # no file of the stream
         try:
             self._run.quarantine.mkdir(exist_ok=True)
-            os.rename(path, self._run.quarantine / f"{entry.writer}_{path.name}")
+            kept = self._run.quarantine / f"{path.parent.name}_{path.name}"
+            record_aside(kept, [(facts.group, facts.issue) for facts in entry.groups])
+            os.rename(path, kept)
         except FileNotFoundError:
             pass  # it never showed, or another reader was first
         except OSError as error:
@@ -94,21 +97,29 @@ class FolderSource:
         match = FILE_NAME.fullmatch(parts[-1]) if len(parts) == len(inside) + 2 and parts[:-2] == inside else None
         if match is None or match["stem"] != KIND:
             raise StreamError(f"{name!r}: not the name of a rollout file of the run folder {self._run}")
-        return self._run.rollouts / check_writer(parts[-2]) / parts[-1]
+        writer, file = parts[-2:]
+        if writer not in self._folders:
+            self._folders[writer] = _folder_of(self._run, writer)
+        return self._folders[writer] / file
 
 
 def rollout_files(run: RunFolder) -> dict[str, list[StreamFile]]:
     """Writer to its finished files, by attempt and sequence: one listing for the writers, one for the files of each. Whatever
-    else lies there is passed over."""
+    else lies there, links among it, is passed over. Raises OSError."""
     try:
-        writers = sorted(filter(is_writer, os.listdir(run.rollouts)))
+        with os.scandir(run.rollouts) as entries:
+            writers = sorted(e.name for e in entries if is_writer(e.name) and e.is_dir(follow_symlinks=False))
     except FileNotFoundError:
         return {}
-    found = {}
-    for writer in writers:
-        with contextlib.suppress(NotADirectoryError):
-            found[writer] = [file for stem, file in list_published(run.rollouts / writer) if stem == KIND]
-    return found
+    return {writer: [file for stem, file in list_published(run.rollouts / writer) if stem == KIND] for writer in writers}
+
+
+def _folder_of(run: RunFolder, writer: str) -> Path:
+    """Raises StreamError where the name is no writer's, or leads elsewhere."""
+    folder = run.rollouts / check_writer(writer)
+    if os.path.islink(folder):
+        raise StreamError(f"{folder}: a link, not a folder")
+    return folder
 
 
 def _published(file: StreamFile, root: Path) -> Published:

@@ -1,12 +1,13 @@
 """A look at the frame of Arrow data before Arrow reads it, which bounds what reading can take.
 
-Two things in valid Arrow make a reader take more memory than the data is long: compressed buffers, whose size after
-decompression is whatever a header says, and dictionaries that are sent in pieces or again and again. prl writes neither, so
-both are refused, by the few fields of Arrow's flatbuffers that say so. All else in the data is checked by Arrow itself.
+Three things in valid Arrow make a reader take more memory than the data is long: compressed buffers, whose size after
+decompression is whatever a header says, dictionaries that are sent in pieces or again and again, and footers that name one
+batch many times. prl writes none of them, so all are refused, by the few fields of Arrow's flatbuffers that say so. All else in
+the data is checked by Arrow itself.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 
@@ -34,10 +35,8 @@ def check_file(data: pa.Buffer) -> None:
         dictionaries = list(_blocks(footer, _field(footer, table, 2)))
         if len(dictionaries) > _MAX_DICTIONARIES:
             raise GuardError(f"{len(dictionaries)} dictionaries")
-        for at in dictionaries:
-            _check_message(view, at, _DICTIONARY)
-        for at in _blocks(footer, _field(footer, table, 3)):
-            _check_message(view, at, _BATCH)
+        _check_messages(view, dictionaries, _DICTIONARY)
+        _check_messages(view, _blocks(footer, _field(footer, table, 3)), _BATCH)
     except struct.error as error:
         raise GuardError(f"an offset leads out of the data ({error})") from error
 
@@ -63,6 +62,15 @@ def check_stream(data: bytes) -> None:
 def _kind(view: memoryview, at: int) -> int:
     message, _ = _message(view, at)
     return _byte(message, _field(message, _root(message), 1))
+
+
+def _check_messages(view: memoryview, places: Iterable[int], kind: int) -> None:
+    """Each message lies behind the one before: none is read twice."""
+    end = 0
+    for at in places:
+        if at < end:
+            raise GuardError(f"the message at byte {at} begins before the end of another")
+        end = _check_message(view, at, kind)
 
 
 def _check_message(view: memoryview, at: int, kind: int) -> int:

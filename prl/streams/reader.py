@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from prl.flow.versions import Version
 from prl.streams.contract import Cursor, Published, Source, behind
 from prl.streams.files import Header, StreamError, open_arrow, read_checked
 from prl.streams.records import Group
@@ -20,17 +21,20 @@ class RolloutReader:
         self._store = store
         self._run = run
 
-    def read(self, entry: Published, wait_s: float = 0.0) -> list[Group]:
+    def read(self, entry: Published, wait_s: float = 0.0, newest: Version | None = None) -> list[Group]:
         """The groups of an entry; their token arrays are read-only views of its bytes. See `rows`."""
-        return [group for rows in self.rows(entry, wait_s) for group in to_groups(rows)]
+        return [group for rows in self.rows(entry, wait_s, newest) for group in to_groups(rows)]
 
-    def rows(self, entry: Published, wait_s: float = 0.0) -> list[Rows]:
-        """What is in an entry, flat. `wait_s` is how long a new name may take to show. Raises StreamError where it cannot be
-        read; it is set aside and counted then."""
+    def rows(self, entry: Published, wait_s: float = 0.0, newest: Version | None = None) -> list[Rows]:
+        """What is in an entry, flat. `wait_s` is how long a new name may take to show; `newest`, where given, the latest
+        version of the run that can have sampled it. Raises StreamError where it cannot be read; it is set aside and counted
+        then."""
         try:
             rows, header = rows_in(self._store.fetch(entry, wait_s), entry.name, self._run)
             if (header.writer, header.sequence) != (entry.writer, entry.sequence):
                 raise StreamError(f"{entry.name}: it is number {header.sequence} of {header.writer!r}, says its header")
+            if newest is not None and any(_is_later(found, newest) for found in rows):
+                raise StreamError(f"{entry.name}: sampled by a version later than {newest}, which does not exist yet")
             return rows
         except StreamError:
             self.unreadable += 1
@@ -52,6 +56,12 @@ class RolloutReader:
 
     def close(self) -> None:
         self._store.close()
+
+
+def _is_later(rows: Rows, newest: Version) -> bool:
+    versions = rows.column["versions"].values
+    lineage, step = (versions.field(name).to_numpy() for name in ("lineage", "step"))
+    return bool(((lineage == newest.lineage) & (step > newest.step)).any())
 
 
 def read_rollouts(path: Path, size_bytes: int, checksum: str, *, run: str | None = None, wait_s: float = 0.0) -> list[Group]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -51,6 +52,11 @@ def check_group(group: Group) -> None:
         if not rollout.turns:
             raise StreamError(f"group {group.group} ({group.problem}), rollout {number} has no turns")
         for turn in rollout.turns:
+            if not math.isfinite(rollout.reward) or not np.isfinite(turn.logprobs).all():
+                raise StreamError(
+                    f"group {group.group} ({group.problem}), rollout {number}: its reward ({rollout.reward}) or a log-prob is "
+                    "not finite"
+                )
             end = 0
             for _, start, until in turn.versions:
                 if start != end or until < start:

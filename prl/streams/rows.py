@@ -1,7 +1,7 @@
 """What a rollout file holds: rows, flat and as they lie there, and the groups that they make up."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ def rows_of(batch: pa.RecordBatch, where: object) -> Rows:
     if not np.array_equal(logprob_offsets, output_offsets):
         raise StreamError(f"{where}: there are not as many log-probs as output tokens")
     _check_versions(column["versions"], np.diff(output_offsets), where)
+    _check_values(column, (prompt_ids, output_ids), logprobs, where)
     routings = _routings(batch, np.diff(prompt_offsets) + np.diff(output_offsets) - 1, where)
     rollout_starts = np.flatnonzero(new_rollout)
     return Rows(
@@ -96,6 +97,16 @@ def _check_versions(column: pa.ListArray, outputs: Array, where: object) -> None
     firsts[offsets[:-1][np.diff(offsets) > 0]] = 0  # the first of a turn at 0
     if not np.array_equal(start, firsts) or (end < start).any() or not np.array_equal(np.diff(covered[offsets]), outputs):
         raise StreamError(f"{where}: the versions do not cover the output tokens")
+
+
+def _check_values(column: Mapping[str, Any], tokens: Sequence[Array], logprobs: Array, where: object) -> None:
+    versions = column["versions"].values
+    numbers = [column[name].to_numpy() for name in ("epoch", "group_id", "issue")]
+    numbers += [versions.field(name).to_numpy() for name in ("lineage", "step")]
+    if any(values.min(initial=0) < 0 for values in (*numbers, *tokens)):
+        raise StreamError(f"{where}: an id, a token or a version is below 0")
+    if not (np.isfinite(column["reward"].to_numpy()).all() and np.isfinite(logprobs).all()):
+        raise StreamError(f"{where}: a reward or a log-prob is not finite")
 
 
 def _routings(batch: pa.RecordBatch, tokens: Array, where: object) -> list[Int16 | None] | None:

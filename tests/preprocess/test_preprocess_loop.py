@@ -215,6 +215,23 @@ def test_an_entry_that_cannot_be_read_when_its_step_is_built_is_sampled_again(tm
     assert world.metrics[-1]["quarantined_files"] == 2
 
 
+def test_a_version_that_does_not_exist_yet_costs_its_group_and_not_the_run(tmp_path):
+    world = World(tmp_path / "run", "arrival")
+    sample, versions = world._sample, []
+
+    def sampled(lease, version, equal):
+        versions.append(version)
+        return sample(lease, Version(0, 99) if len(versions) == 1 else version, equal)
+
+    world._sample = sampled
+    asyncio.run(run_world(world))
+    assert world.failed == []
+    events = list(ledger_events(read_ledger(world.run.ledgers)))
+    assert Counter(e.reason for e in events if e.kind == "issued_again") == {"rollout file unreadable": 4}
+    assert {e.version.step for e in events if e.kind == "trained"} == set(range(1, STEPS + 1))
+    assert world.metrics[-1]["quarantined_files"] == 2
+
+
 def test_a_dead_worker_is_an_error_in_words(tmp_path):
     settings = BuilderSettings(str(tmp_path), "run", 1, PreprocessOptions(), StreamsOptions(), 1)
     workshop = Workshop(settings, 2)

