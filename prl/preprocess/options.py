@@ -45,6 +45,7 @@ class PreprocessOptions:
     ] = 1
     memory_mib: Annotated[
         int,
-        "waiting rollouts that are kept in memory; beyond it their files are read again when their step is built",
+        "waiting rollouts that are kept in memory; beyond it (with more than 1 process, always) their files are read again "
+        "when their step is built",
         AtLeast(0),
     ] = 512
