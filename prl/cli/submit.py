@@ -26,6 +26,7 @@ from prl.cluster.submission import Submission, SubmissionError
 from prl.config.checks import check, check_numbers, current_folder, model_of, resolve_paths
 from prl.config.layout import layout_problems
 from prl.config.load import ConfigError, load, replace
+from prl.config.machine import free_memory_bytes
 from prl.config.memory import describe_memory, fullest_rank, gathered_bytes, microbatch_tokens
 from prl.config.resumed import FIXED_KEYS, resume_changes
 from prl.config.schema import Config
@@ -203,17 +204,40 @@ def _check(config: Config, *, resume: bool) -> None:
 
 
 def _check_memory(config: Config, split: Split) -> None:
-    """Raises ConfigError where a trainer rank needs more than its accelerator has."""
-    model, room_gib = model_of(config), config.cluster.gpu_memory_gib
-    if model is None or room_gib is None:
+    """Raises ConfigError where a trainer rank needs more than its accelerator has, or a node's ranks more than the node; warns
+    where an accelerator's is not known."""
+    model, room_gib, gpus = model_of(config), config.cluster.gpu_memory_gib, config.cluster.gpus_per_node
+    if model is None:
         return
     _, memory = fullest_rank(model, config.train, split.world_size, microbatch_tokens(config), gathered_bytes(config, model))
-    if memory.total > room_gib * 2**30:
+    if room_gib is None and gpus:
+        console.tell(
+            f"prl-submit: warning: cluster.gpu_memory_gib = null: whether an accelerator holds the {memory.total / 2**30:.1f} "
+            f"GiB that a trainer rank needs is not checked; set it to an accelerator's memory"
+        )
+    if room_gib is not None and memory.total > room_gib * 2**30:
         raise ConfigError(
             f"cluster.gpu_memory_gib = {room_gib}: a trainer rank needs about {memory.total / 2**30:.1f}; raise "
             f"train.tensor_parallel or train.pipeline_parallel, set train.distributed_optimizer, train.optimizer_offload or "
             f"train.recompute, or lower "
             f"preprocess.pack_tokens; --dry-run shows the parts"
+        )
+    ranks = max(component.node.trainer_ranks for component in split.components)
+    _check_node_memory(config, split, ranks, ranks * (memory.on_the_host + (0 if gpus else memory.total)))
+
+
+def _check_node_memory(config: Config, split: Split, ranks: int, needed: int) -> None:
+    """Of a node's trainer ranks; what a run on this machine's CPUs needs is checked with all else (`machine_problems`)."""
+    has, who = config.cluster.memory_per_node_gib, f"cluster.memory_per_node_gib = {config.cluster.memory_per_node_gib}"
+    if split.kind == "local":
+        if not config.cluster.gpus_per_node:
+            return
+        has = free_memory_bytes() / 2**30
+        who = f"this machine has {has:.1f} GiB of memory free"
+    if has is not None and needed > has * 2**30:
+        how = ", with train.optimizer_offload = true" if config.train.optimizer_offload else ""
+        raise ConfigError(
+            f"{who}: a node's {ranks} trainer ranks need about {needed / 2**30:.1f} GiB{how}; give it more, or fewer of them"
         )
 
 

@@ -18,7 +18,9 @@ class ClusterOptions:
     ] = None
     gpus_per_node: Annotated[int, "accelerators a node; 0: train and sample on CPUs (gloo)", AtLeast(0)] = 0
     gpu_memory_gib: Annotated[
-        float | None, "memory of an accelerator in GiB, which a trainer rank must fit; null: not checked", Above(0)
+        float | None,
+        "memory of an accelerator in GiB, which a trainer rank must fit; null: not checked, with a warning",
+        Above(0),
     ] = None
     replicas_per_node: Annotated[int | None, "samplers a node; null: as many as the devices allow, 1 on CPUs", AtLeast(1)] = (
         None

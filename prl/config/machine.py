@@ -7,7 +7,7 @@ import psutil
 
 from prl.config.hf_config import ModelConfig
 from prl.config.layout import Layout, layout_of
-from prl.config.memory import rank_memory, rank_parameters
+from prl.config.memory import microbatch_tokens, rank_memory, rank_parameters
 from prl.config.schema import Config
 
 _MIB = 1024**2
@@ -36,18 +36,20 @@ def machine_problems(config: Config, model: ModelConfig | None, memory_bytes: in
     if needed > memory_bytes:
         yield (
             f"this machine has {memory_bytes / _GIB:.1f} GiB of memory free, the run needs about {needed / _GIB:.1f}: lower "
-            f"sample.kv_cache_mib = {config.sample.kv_cache_mib}, cluster.replicas_per_node, actor.processes or "
-            f"verifier.processes, take a smaller model, or send the run to Slurm with --nodes"
+            f"preprocess.pack_tokens = {config.preprocess.pack_tokens}, sample.kv_cache_mib = {config.sample.kv_cache_mib}, "
+            f"cluster.replicas_per_node, actor.processes or verifier.processes, set train.recompute, take a smaller model, or "
+            f"send the run to Slurm with --nodes"
         )
 
 
 def estimate_memory_bytes(config: Config, model: ModelConfig) -> int:
-    """What a run on this machine alone needs, without accelerators: processes, weights, optimizer and KV caches."""
+    """What a run on this machine alone needs, without accelerators: processes, weights, optimizer, KV caches and
+    the activations of the largest micro-batch that a step can have."""
     parameters = count_parameters(model)
     ranks = config.cluster.train_devices or layout_of(config.train).unit
     stages = config.train.pipeline_parallel
-    # Activations are left out: without accelerators micro-batches are as small as the steps.
-    trained = [rank_memory(model, config.train, ranks, 0, stage).between_steps for stage in range(stages)]
+    tokens = microbatch_tokens(config)
+    trained = [rank_memory(model, config.train, ranks, tokens, stage).total for stage in range(stages)]
     replicas = config.cluster.replicas_per_node or 1
     sampled = parameters * (4 if config.sample.dtype == "float32" else 2)
     builders = config.preprocess.processes if config.preprocess.processes > 1 else 0

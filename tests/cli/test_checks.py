@@ -47,6 +47,7 @@ def good(tmp_path):
         sample={"max_model_len": 64, "kv_cache_mib": 64},
         actor={"max_tokens": 5},
         train={"tensor_parallel": 2},
+        preprocess={"pack_tokens": 128},
     )
     return dataclasses.replace(config, domains=(DomainOptions(name="digits"),))
 
@@ -504,6 +505,23 @@ def test_a_machine_with_too_little_memory(good):
     with pytest.raises(ConfigError, match=r"this machine has 1.0 GiB of memory free, the run needs about \d\.\d: lower"):
         check(good, memory_bytes=GIB)
     assert check(replace(good, cluster={"nodes": 2}), memory_bytes=GIB) == []
+
+
+def test_activations_of_the_largest_micro_batch_count(good):
+    """A token keeps in each layer 4 x 64 + 3 x (64 + 32) + 4 x 256 numbers, and 64 and 3 x 16 logits once more; tensor
+    parallelism splits all but the 64s."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 256}
+    model = model_config(LLAMA | sizes | {"num_hidden_layers": 2, "vocab_size": 16})
+    large = replace(good, run={"groups_per_step": 10**4, "rollouts_per_group": 8})
+    one, two = (
+        estimate_memory_bytes(replace(large, preprocess={"pack_tokens": millions * 10**6}), model) for millions in (1, 2)
+    )
+    kept = 2 * (4 * 64 + 3 * 96 // 2 + 4 * 256 // 2) + 64 + 3 * 16 // 2
+    assert two - one == 2 * 4 * kept * 10**6  # on each of 2 ranks
+    large = replace(large, preprocess={"pack_tokens": 2 * 10**6})
+    with pytest.raises(ConfigError, match=r"needs about \d+\.\d: lower preprocess.pack_tokens = 2000000, "):
+        check(large, memory_bytes=16 * GIB)
+    assert check(replace(large, run={"groups_per_step": 2}), memory_bytes=16 * GIB) == []  # no step has so many tokens
 
 
 def test_parameters_of_known_models():
