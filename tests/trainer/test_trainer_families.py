@@ -255,8 +255,37 @@ def test_an_export_may_have_another_dtype_and_must_be_of_the_model(families, tmp
     for name, tensor in tensors_of(families.folder / "llama_yarn").items():
         assert torch.equal(found[name], tensor.bfloat16()), name
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    with pytest.raises(ValueError, match=r"linear_qkv.weight is .*, without .*: it is of another model"):
+    with pytest.raises(ValueError, match=r"another one than when .* was written: architecture = mistral, which was llama"):
         export_checkpoint(checkpoint, families.folder / "mistral", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("saved", "changes", "words"),
+    [
+        ("experts_qwen3_moe", {"num_hidden_layers": 1}, "another model"),
+        ("experts_qwen3_moe", {"num_experts": 2}, "another model"),
+        ("experts_qwen3_moe", {"hidden_size": 64}, "without .*: it is of another model"),
+        ("experts_qwen3_moe", {"tie_word_embeddings": None}, "output_layer.weight"),
+        ("stages_llama_yarn", {"num_hidden_layers": 1}, "another model"),
+    ],
+)
+def test_a_checkpoint_that_does_not_say_of_which_model_it_is_exports_as_that_alone(
+    families, tmp_path, monkeypatch, saved, changes, words
+):
+    """As earlier versions of prl wrote them: what the tensors say counts."""
+    monkeypatch.setattr("prl.trainer.export._Reader.facts", lambda self: {})
+    checkpoint = families.folder / "ranks_2" / f"saved_{saved}" / "trainer"
+    source = families.folder / saved.partition("_")[2]
+    export_checkpoint(checkpoint, source, tmp_path / "out")
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    if "tie_word_embeddings" in changes:
+        changes = {"tie_word_embeddings": not config["tie_word_embeddings"]}
+    (other / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=words):
+        export_checkpoint(checkpoint, other, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
