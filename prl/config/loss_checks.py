@@ -61,6 +61,11 @@ def _value_problems(config: Config) -> Iterator[str]:
 
 def loss_warnings(config: Config) -> Iterator[str]:
     train = config.train
+    if train.value_head and config.preprocess.drop_equal_groups:
+        yield (
+            "preprocess.drop_equal_groups = true: the value head never sees a prompt that is always solved, or never; with "
+            "train.value_head their rollouts have advantages too; set false"
+        )
     if train.loss == "sft" and not config.run.replay:
         yield "train.loss = sft: answers train alike, whatever their rewards; it is for steps made of given answers"
     if _uses_kl(train) and train.kl_place == "loss" and train.kl_estimator == "k1":

@@ -153,7 +153,8 @@ def sft(logprobs: Tensor) -> PolicyLoss:
 
 
 def outside_tokens(log_ratios: Tensor, *, low: float | None, high: float | None) -> Tensor:
-    """Tokens [T] whose rho is not in [low, high] (None: no bound): they do not train, though the denominator counts them.
+    """Tokens [T] whose rho is not in [low, high] (None: no bound): the policy's term of the loss leaves them out,
+    though the denominator counts them.
 
     IcePop, Ling Team 2025, arXiv 2510.18855 (0.5 and 5).
     """

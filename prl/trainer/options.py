@@ -137,16 +137,19 @@ class TrainOptions:
         AtLeast(0),
     ] = 1.0
     token_mask_low: Annotated[
-        float | None, "tokens with a smaller ratio of trainer to sampler do not train; null: no such bound", AtLeast(0)
+        float | None,
+        "the policy's term of the loss leaves out tokens with a smaller ratio of trainer to sampler (the value head, entropy, "
+        "divergence and ratio_penalty still train on them); null: no such bound",
+        AtLeast(0),
     ] = None
     token_mask_high: Annotated[
-        float | None, "tokens with a larger ratio of trainer to sampler do not train; null: no such bound", Above(0)
+        float | None, "likewise tokens with a larger ratio of trainer to sampler; null: no such bound", Above(0)
     ] = None
     sequence_mask_low: Annotated[
-        float | None, "sequences with a smaller geometric mean of the ratios do not train; null: no such bound", AtLeast(0)
+        float | None, "likewise sequences with a smaller geometric mean of the ratios; null: no such bound", AtLeast(0)
     ] = None
     sequence_mask_high: Annotated[
-        float | None, "sequences with a larger geometric mean of the ratios do not train; null: no such bound", Above(0)
+        float | None, "likewise sequences with a larger geometric mean of the ratios; null: no such bound", Above(0)
     ] = None
     entropy_coefficient: Annotated[float, "weight of the entropy bonus", AtLeast(0)] = 0.0
     entropy_coefficient_end: Annotated[

@@ -57,12 +57,18 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
+        ctx.save_for_backward(hidden)
+        ctx.weight = weight
         return device.product(hidden, weight[:, None], torch.promote_types(weight.dtype, torch.float32)).squeeze(-1)
 
     @staticmethod
-    def backward(ctx: Any, of_values: Tensor) -> tuple[Tensor | None, Tensor]:
-        hidden, weight = ctx.saved_tensors
+    def backward(ctx: Any, of_values: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (hidden,), weight = ctx.saved_tensors, ctx.weight
         factors = of_values.to(weight.dtype)
         of_hidden = torch.outer(factors, weight) if ctx.needs_input_grad[0] else None
-        return of_hidden, device.product(factors[None], hidden, of_values.dtype).squeeze(0).to(weight.dtype)
+        main = getattr(weight, "main_grad", None)  # Megatron's buffer, in float32: a micro-batch's share is not rounded
+        if main is None:
+            return of_hidden, device.product(factors[None], hidden, of_values.dtype).squeeze(0).to(weight.dtype)
+        device.add_product(main[None], factors[None], hidden)
+        weight.grad_added_to_main_grad = True
+        return of_hidden, None

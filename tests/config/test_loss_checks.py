@@ -86,6 +86,12 @@ def test_what_is_allowed_but_hardly_meant_is_said():
         return list(loss_warnings(replace(Config(), train=train)))
 
     assert warnings({}) == warnings(KL) == warnings(KL | {"kl_estimator": "k1", "kl_place": "reward"}) == []
+    for head, warned in ((False, 0), (True, 1)):
+        config = replace(Config(), train={"value_head": head}, preprocess={"advantage": "reward", "drop_equal_groups": True})
+        lines = [
+            line for line in loss_warnings(config) if line.startswith("preprocess.drop_equal_groups = true: the value head")
+        ]
+        assert len(lines) == warned
     (line,) = warnings({"loss": "sft"})
     assert line.startswith("train.loss = sft: answers train alike")
     (line,) = warnings(KL | {"kl_estimator": "k1"})

@@ -58,3 +58,12 @@ def test_a_float32_head_does_not_round_logits(results, ranks):
     np.testing.assert_allclose(found["half:float32:entropies"], entropies.detach().numpy(), atol=1e-5)
     rounded = np.abs(found["half:same:logprobs"] - expected).max()
     assert 1e-3 < rounded < 0.1
+
+
+def test_a_value_heads_gradient_in_half_precision_is_summed_in_float32(results):
+    found = results[1, "head"]
+    hidden, factors = (torch.from_numpy(found[name]).bfloat16().double().numpy() for name in ("hidden", "factors"))
+    exact = sum(np.roll(factors, shift) @ hidden for shift in range(20))
+    np.testing.assert_allclose(found["values:of_weight"], exact, rtol=1e-5, atol=1e-4)
+    rounded = sum(torch.from_numpy(np.roll(factors, shift) @ hidden).bfloat16().double().numpy() for shift in range(20))
+    assert np.abs(rounded - exact).max() > 1e-2  # so that the line above sees it

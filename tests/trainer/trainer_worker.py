@@ -44,6 +44,7 @@ def main(folder: Path) -> None:
     from prl.trainer.reference import Reference, build_reference
     from prl.trainer.step import train_step
     from prl.trainer.table import random_weights
+    from prl.trainer.value_head import ValueHead
     from prl.weights.digest import digest
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -218,6 +219,14 @@ def main(folder: Path) -> None:
         for exact in (False, True):
             name = f"half:{'float32' if exact else 'same'}"
             measure(name, torch.bfloat16, 4 * VOCABULARY, buffer=False, exact=exact)
+        # A value head's, whose gradient is summed over many micro-batches.
+        values = ValueHead(8, torch.bfloat16, sequence_parallel=False)
+        values.weight.main_grad = torch.zeros(8)
+        for shift in range(20):
+            (values(hidden.bfloat16()) * factors.roll(shift).bfloat16()).sum().backward()
+        assert values.weight.grad is None
+        assert values.weight.grad_added_to_main_grad
+        found["values:of_weight"] = values.weight.main_grad.numpy()
         report("head", found)
 
     def packed_attention() -> None:
