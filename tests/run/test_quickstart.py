@@ -1,6 +1,7 @@
 """The quickstart, whole: real vLLM, real Megatron, one command."""
 
 import json
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -59,27 +60,6 @@ def test_the_exported_model_has_the_digest_of_the_last_version(quickstart):
     assert len(set(digests)) == len(digests)  # every step changed the weights
 
 
-def test_samplers_computed_what_transformers_computes_with_the_exported_model(quickstart):
-    """Log-probs that vLLM recorded under the last version equal those of the exported folder in transformers."""
-    final = Version(0, quickstart.exit["steps"])
-    answers = [
-        turn
-        for group in quickstart.groups()
-        for rollout in group.rollouts
-        for turn in rollout.turns
-        if [span.version for span in turn.versions] == [final]
-    ]
-    assert len(answers) >= 16
-    model = AutoModelForCausalLM.from_pretrained(quickstart.folder.export, dtype=torch.float32).eval()
-    for turn in answers[:64]:
-        ids = torch.tensor(np.concatenate([turn.prompt_ids, turn.output_ids]).astype(np.int64))[None]
-        with torch.no_grad():
-            logprobs = model(ids).logits[0].log_softmax(-1)
-        first = len(turn.prompt_ids) - 1
-        expected = logprobs[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0]
-        assert torch.allclose(torch.tensor(np.array(turn.logprobs)), expected, atol=1e-4)
-
-
 def test_every_issued_rollout_has_one_end(quickstart):
     events = list(ledger_events(read_ledger(quickstart.folder.ledgers)))
     issued = Counter(event.rollout for event in events if event.kind == "issued")
@@ -104,10 +84,12 @@ def test_the_manifest_and_the_metrics_are_there(quickstart):
     assert len(pauses) == quickstart.exit["steps"] + 1  # version 0 too
 
 
-def test_a_run_goes_on_after_it_was_stopped(quickstart):
-    """The finished run again, for more steps: the counters go on, the reward stays, a new lineage begins."""
+def test_a_run_goes_on_after_it_was_stopped(quickstart, tmp_path):
+    """The finished run again, for more steps: the counters go on, the reward stays, a new lineage begins, and its first version
+    is what was exported."""
     more = quickstart.exit["steps"] + 20
     before = quickstart.exit["steps"]
+    exported = shutil.copytree(quickstart.folder.export, tmp_path / "export")  # the resumed run replaces it
     resumed = submit(
         quickstart.folder.path, "--resume", quickstart.folder.path, "--set", f"run.steps={more}", "run.stop_at_reward=null"
     )
@@ -117,3 +99,24 @@ def test_a_run_goes_on_after_it_was_stopped(quickstart):
     assert resumed.held_out(attempt=2)[-1][1] > 0.9
     events = list(ledger_events(read_ledger(resumed.folder.ledgers)))
     assert Counter(e.rollout for e in events if e.kind == "issued") == Counter(e.rollout for e in events if e.kind != "issued")
+    check_logprobs(resumed, Version(1, before), exported)
+
+
+def check_logprobs(ended, version, exported):
+    """Log-probs that vLLM recorded under a version equal those of its exported folder in transformers."""
+    answers = [
+        turn
+        for group in ended.groups()
+        for rollout in group.rollouts
+        for turn in rollout.turns
+        if [span.version for span in turn.versions] == [version]
+    ]
+    assert len(answers) >= 64
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    for turn in answers[:64]:
+        ids = torch.tensor(np.concatenate([turn.prompt_ids, turn.output_ids]).astype(np.int64))[None]
+        with torch.no_grad():
+            logprobs = model(ids).logits[0].log_softmax(-1)
+        first = len(turn.prompt_ids) - 1
+        expected = logprobs[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0]
+        assert torch.allclose(torch.tensor(np.array(turn.logprobs)), expected, atol=1e-4)
