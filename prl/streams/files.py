@@ -28,6 +28,7 @@ FILE_NAME = re.compile(  # digits bounded so that the numbers fit where numbers 
     r"(?P<stem>[a-z]+(?:_[0-9]{1,15})?)_a(?P<attempt>[0-9]{1,9})_(?P<sequence>[0-9]{1,15})_(?P<bytes>[0-9]{1,15})"
     r"_(?P<checksum>[0-9a-f]{16})\.arrow"
 )
+_SEQUENCES = 10**15
 _NOT_YET_VISIBLE = (errno.ENOENT, errno.ESTALE)
 _UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOTDIR)  # that file, and not for want of something here
 # Whatever a name says: a file that nobody could hold, sparse perhaps, must not take this machine's memory.
@@ -150,8 +151,12 @@ def list_published(folder: Path) -> list[tuple[str, StreamFile]]:
 
 
 def next_sequence(folder: Path) -> int:
-    """The number after the highest one in use: a writer that starts again asks once."""
-    return max((file.sequence for _, file in list_published(folder)), default=-1) + 1
+    """The number after the highest one in use: a writer that starts again asks once. Raises StreamError where a foreign name
+    has the last number there is."""
+    following = max((file.sequence for _, file in list_published(folder)), default=-1) + 1
+    if following == _SEQUENCES:
+        raise StreamError(f"{folder}: a file there has the number {following - 1}, which nothing can follow: move it away")
+    return following
 
 
 def checksum_of(data: pa.Buffer | bytes) -> str:

@@ -529,3 +529,7 @@ def test_numbers_in_names_are_bounded(tmp_path):
     for name in names:
         (tmp_path / name).touch()
     assert [file.path.name for _, file in list_published(tmp_path)] == [kept]
+    assert next_sequence(tmp_path) == 10**14 + 1
+    (tmp_path / f"rollouts_a001_{10**15 - 1}_5_{'0' * 16}.arrow").touch()
+    with pytest.raises(StreamError, match="has the number 999999999999999, which nothing can follow"):
+        next_sequence(tmp_path)
