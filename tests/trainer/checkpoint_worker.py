@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def main(folder: Path) -> None:
     from megatron.core import parallel_state
     from torch.distributed.checkpoint import filesystem
 
-    from prl.trainer.checkpoint import SaveError, begin_save, finish_save, load_checkpoint
+    from prl.trainer.checkpoint import SaveError, _write, begin_save, finish_save, load_checkpoint
     from prl.trainer.engine import Engine, build_engine
     from prl.trainer.mapping import export_weights, load_weights
     from prl.trainer.model import build_model
@@ -298,6 +299,37 @@ def main(folder: Path) -> None:
         save(engine, path, 1)
         report("unplanned", {"words": np.array(words), "left": np.array(left)})
 
+    def given_up() -> None:
+        """A save for which nobody waits any more, held in its first file, has a second one to write."""
+        under_way = begin_save(engine_of(PLAIN), channel, results / "given_up", 1)
+        under_way.written.result(60.0)
+        begun, go_on = threading.Event(), threading.Event()
+        opened: list[Path] = []
+
+        class Writer:
+            transforms = None
+
+            def write_preloaded_data(self, transforms, number, bucket, *rest, **options):  # type: ignore[no-untyped-def]
+                opened.append(bucket[0])
+                begun.set()
+                assert go_on.wait(60.0)
+                bucket[0].write_text("content")
+                return number, []
+
+        files = [under_way.temporary / name for name in ("first", "second")]
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(_write, Writer(), [(file,) for file in files], under_way.temporary, under_way.given_up)
+            assert begun.wait(60.0)
+            late = replace(under_way, written=written)
+            try:
+                finish_save(late, channel, 0.1)
+                words = "saved"
+            except SaveError as error:
+                words = str(error)
+            under_way.temporary.mkdir(parents=True)  # by the next save
+            go_on.set()
+        report("given_up", {"words": np.array(words), "opened": np.array([file.name for file in opened])})
+
     def other_value_rate() -> None:
         """A value head's rate before, and as an attempt is told that resumes, beside the head's steps."""
         for name, split in (("plain", {}), ("shared", SHARED)):
@@ -414,6 +446,7 @@ def main(folder: Path) -> None:
         other_value_rate()
         unreadable()
         unplanned()
+        given_up()
         interrupted(engine_of(PLAIN))
     else:
         layouts()

@@ -154,6 +154,12 @@ def test_a_save_whose_plan_fails_says_so_and_leaves_nothing(saved):
     assert not found["left"]
 
 
+def test_a_save_that_was_given_up_begins_no_file_where_the_next_one_writes(saved):
+    found = saved[1, "given_up"]
+    assert str(found["words"]).endswith("its files were not written within 0 s")
+    assert found["opened"].tolist() == ["first"]
+
+
 def test_a_save_that_is_interrupted_or_fails_at_any_file_leaves_what_counted_and_the_next_one_succeeds(saved):
     """The worker asserts it at each point; here is what the points were."""
     found = saved[1, "interrupted"]
