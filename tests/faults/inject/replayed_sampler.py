@@ -11,8 +11,8 @@ import json
 import os
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -20,6 +20,9 @@ from prl.control.child import Child, run_child
 from prl.control.client import ControlClient
 from prl.control.token import is_authorized
 from prl.flow.versions import Version
+
+if TYPE_CHECKING:
+    from prl.sampler.link import Link
 
 TAPE = Path(__file__).with_name("tape.jsonl")
 TOKEN_S = float(os.environ.get("PRL_FAULTS_TOKEN_S", "0.005"))  # so that answers are in flight while versions change
@@ -57,13 +60,12 @@ class ReplayedSampler:
         self._tape = Tape()
         self._version: Version | None = None
         self._staged: tuple[Version, int] | None = None
-        self._end = None
-        self._transfers = ThreadPoolExecutor(1)  # one behind the other, as in a worker's thread
-        self._reports: set[asyncio.Task] = set()
+        self._link: Link | None = None
+        self._loop = asyncio.get_running_loop()
 
     def application(self) -> web.Application:
         application = web.Application(middlewares=[self._guard], client_max_size=2**26)
-        for route in ("generate", "weights/connect", "weights/receive", "weights/commit"):
+        for route in ("generate", "weights/connect", "weights/receive", "weights/commit", "weights/fence"):
             application.router.add_post(f"/prl/{route}", getattr(self, f"_{route.rpartition('/')[2]}"))
         return application
 
@@ -82,12 +84,22 @@ class ReplayedSampler:
         return {"answers": [self._tape.answer(body["token_ids"], self._version) for _ in range(sampling["n"])]}
 
     async def _connect(self, body: dict) -> dict:
-        self._later(self._join, body)
+        from prl.sampler.link import Link
+        from prl.weights.transport import SamplerEnd
+
+        if self._link is not None:
+            self._link.leave()
+        self._staged = None
+        where = (body["master_address"], body["master_port"], body["rank_offset"], body["world_size"], body["epoch"])
+        self._link = Link(body["epoch"], lambda left: SamplerEnd(*where, body["timeout_s"], left=left))
         return {}
 
     async def _receive(self, body: dict) -> dict:
+        link = self._link
+        assert link is not None
+        assert link.epoch == body["epoch"]
         self._staged = None
-        self._later(self._take, body)
+        link.do(lambda: self._take(link, body))
         return {}
 
     async def _commit(self, body: dict) -> dict:
@@ -96,36 +108,32 @@ class ReplayedSampler:
         self._version = version
         return {**self._tape.pause(), "digest": body["digest"]}
 
-    def _later(self, work, body: dict) -> None:
-        report = asyncio.create_task(self._do(work, body))
-        self._reports.add(report)
-        report.add_done_callback(self._reports.discard)
+    async def _fence(self, body: dict) -> dict:
+        self._version = None
+        return {}
 
-    async def _do(self, work, body: dict) -> None:
-        report = await asyncio.get_running_loop().run_in_executor(self._transfers, work, body)
-        if report is not None:
-            update_s = self._child.config.weights.update_s
-            await self._client.call("staged", report, deadline_s=update_s, reason="reporting a staged version")
-
-    def _join(self, body: dict) -> None:
-        from prl.weights.transport import SamplerEnd
-
-        if self._end is not None:
-            self._end.close()
-        where = (body["master_address"], body["master_port"], body["rank_offset"], body["world_size"], body["epoch"])
-        self._end = SamplerEnd(*where, body["timeout_s"])
-
-    def _take(self, body: dict) -> dict:
+    def _take(self, link: "Link", body: dict) -> None:
+        """In the link's thread."""
         from prl.weights.digest import digest
         from prl.weights.plan import from_json
 
         began = time.monotonic()
-        assert self._end is not None
-        tensors = self._end.receive(from_json(body["tensors"]), body["bucket_bytes"], self._child.config.weights.update_s)
-        receive_s = time.monotonic() - began
-        self._staged = (Version(body["lineage"], body["step"]), digest(tensors))
-        what = {"replica": self._child.index, "worker": 0, "lineage": body["lineage"], "step": body["step"]}
-        return {**what, "digest": str(self._staged[1]), "receive_s": receive_s}
+        update_s = self._child.config.weights.update_s
+        report = {"replica": self._child.index, "worker": 0} | {key: body[key] for key in ("lineage", "step", "epoch")}
+        try:
+            if link.end is None:
+                raise RuntimeError(link.no_group)
+            tensors = link.end.receive(from_json(body["tensors"]), body["bucket_bytes"], update_s)
+            staged = Version(body["lineage"], body["step"]), digest(tensors)
+            report |= {"digest": str(staged[1]), "receive_s": time.monotonic() - began}
+        except Exception as error:  # the orchestrator waits for this report
+            report["error"] = f"{type(error).__name__}: {error}"
+        if link.left:
+            return
+        if "error" not in report:
+            self._staged = staged
+        call = self._client.call("staged", report, deadline_s=update_s, reason="reporting a staged version")
+        asyncio.run_coroutine_threadsafe(call, self._loop).result(update_s)
 
 
 async def serve(child: Child, client: ControlClient) -> None:
