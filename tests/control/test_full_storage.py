@@ -3,18 +3,14 @@
 import asyncio
 import errno
 import os
-import sys
 from pathlib import Path
 
 import pytest
+from failing_child import reported
 
-from prl.config.load import dump, replace
-from prl.config.schema import Config
-from prl.control.server import Bell, ControlServer
-from prl.control.token import create_token
+from prl.control.server import Bell
 from prl.metrics.events import MetricsWriter
 from prl.orchestrator.causes import Causes
-from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import StorageFull, in_words
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -62,53 +58,13 @@ def test_metrics_name_their_file(tmp_path):
     writer.close()
 
 
-def reported(tmp_path, kind, exception):
-    """The error and the traceback that the orchestrator is told of a child whose main raises this, with a log that takes
-    nothing."""
-    program = f"""
-import errno, os
-from prl.control.child import {kind}
-{"async " if kind == "run_child" else ""}def main(child, client):
-    raise {exception}
-{kind}(main)
-"""
-    run = RunFolder(tmp_path / "run")
-    run.create()
-    run.config.write_text(dump(replace(Config(), run={"name": "one", "folder": str(run)})))
-    token = create_token(run.token)
-
-    async def main():
-        failed = []
-        server = ControlServer(token, {}, on_join=lambda m: None, on_fail=lambda m, error, trace: failed.append((error, trace)))
-        environment = {
-            **os.environ,
-            "PRL_RUN": str(run),
-            "PRL_ATTEMPT": "1",
-            "PRL_ROLE": "actor",
-            "PRL_INDEX": "0",
-            "PRL_HOST": "127.0.0.1",
-            "PRL_CONTROL_URL": await server.start("127.0.0.1"),
-        }
-        with Path("/dev/full").open("wb") as full:  # noqa: ASYNC230  # takes no time
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", program, env=environment, stdout=full, stderr=full
-            )
-        async with asyncio.timeout(60):
-            assert await process.wait() != 0
-        await server.close()
-        return failed
-
-    ((error, trace),) = asyncio.run(main())
-    return error, trace
-
-
 @pytest.mark.parametrize("kind", ["run_child", "run_threaded_child"])
 def test_a_child_whose_log_takes_nothing_still_reports_it(tmp_path, kind):
-    error, trace = reported(tmp_path, kind, "OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))")
+    error, trace = reported(tmp_path, kind, "OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))", Path("/dev/full"))
     assert error.startswith(f"{tmp_path}/run: no space is left. What was made durable before is safe.")
     assert "OSError: [Errno 28]" in trace
 
 
 def test_what_ends_a_threaded_child_is_reported_also_where_it_is_no_exception(tmp_path):
-    error, _ = reported(tmp_path, "run_threaded_child", "BaseException('torch has some')")
+    error, _ = reported(tmp_path, "run_threaded_child", "BaseException('torch has some')", Path("/dev/full"))
     assert error == "BaseException: torch has some"
