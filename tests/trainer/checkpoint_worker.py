@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults" / "inject"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fault_layer import WRITES, FaultLayer, Operation
-from trainer_data import BASE, facts, microbatches
+from trained import steps
+from trainer_data import BASE
 
 from prl.config.hf_config import model_config
 from prl.runfolder.manifest import Manifest, newest_manifest, write_manifest
@@ -93,7 +94,6 @@ def main(folder: Path) -> None:
     from prl.trainer.mapping import export_weights, load_weights
     from prl.trainer.model import build_model
     from prl.trainer.parallel import Channel, start_groups, stop_groups
-    from prl.trainer.step import train_step
     from prl.trainer.table import random_weights
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -109,15 +109,6 @@ def main(folder: Path) -> None:
         chunks = build_model(MODELS[model], options)
         load_weights(chunks, MODELS[model], random_weights(MODELS[model], 11))
         return build_engine(chunks, MODELS[model], options)
-
-    def steps(engine: Engine, *numbers: int, broken: bool = False) -> np.ndarray:
-        """Loss, gradient norm and whether it was skipped, of each of these steps."""
-        batches = microbatches()
-        if broken:
-            batches[1] = replace(batches[1], advantages=batches[1].advantages * np.float32("nan"))
-        mine = batches[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
-        metrics = [train_step(engine, mine, facts(number)) for number in numbers]
-        return np.array([[m["train/loss"], m["train/grad_norm"], m["train/skipped"]] for m in metrics])
 
     def weights(engine: Engine) -> dict[str, np.ndarray]:
         return {name: tensor.float().numpy().copy() for name, tensor in export_weights(engine.chunks, engine.config)}

@@ -16,7 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoint_worker import DENSE, PLAIN
-from trainer_data import facts, microbatches
+from trained import steps
 
 # An epsilon beside which gradients are small: without it Adam would not see whether they were clipped.
 BESIDE = replace(PLAIN, dtype="bfloat16", distributed_optimizer=True, clip_grad=0.05, epsilon=1e-2, learning_rate=1e-2)
@@ -38,7 +38,6 @@ def main(folder: Path) -> None:
     from prl.trainer.model import build_model
     from prl.trainer.options import TrainOptions
     from prl.trainer.parallel import Channel, start_groups, stop_groups
-    from prl.trainer.step import train_step
     from prl.trainer.table import random_weights
 
     class Accelerator(TorchFunctionMode):
@@ -74,15 +73,6 @@ def main(folder: Path) -> None:
         chunks = build_model(DENSE, options)
         load_weights(chunks, DENSE, random_weights(DENSE, 11))
         return build_engine(chunks, DENSE, options)
-
-    def steps(engine: Engine, *numbers: int, broken: bool = False) -> np.ndarray:
-        """Loss, gradient norm and whether it was skipped, of each of these steps."""
-        batches = microbatches()
-        if broken:
-            batches[1] = replace(batches[1], advantages=batches[1].advantages * np.float32("nan"))
-        mine = batches[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
-        metrics = [train_step(engine, mine, facts(number)) for number in numbers]
-        return np.array([[m["train/loss"], m["train/grad_norm"], m["train/skipped"]] for m in metrics])
 
     def save(engine: Engine, name: str, step: int) -> None:
         finish_save(begin_save(engine, channel, results / name, step), channel, 120.0)
