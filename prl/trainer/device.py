@@ -6,7 +6,9 @@ that called `install` alone, so Megatron must be driven from that thread.
 """
 
 import importlib.util
+import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+log = logging.getLogger(__name__)
 _installed = False
 
 
@@ -80,6 +83,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
+AUTOGROUP_S = 5.0  # longest time to try to set it
+AUTOGROUP_NICE = 10  # a tenth of a sampler's share of a core that both want
+
+
 def install(threads: int, *, yields_cpu: bool = False) -> None:
     """Prepare this process (for good) and thread. Call before the first import of megatron; a second call does nothing.
 
@@ -95,11 +102,27 @@ def install(threads: int, *, yields_cpu: bool = False) -> None:
         return
     torch.set_num_threads(threads)
     if yields_cpu:
-        # Samplers on the same cores should not wait for one when an update pauses them; the limit of the lag gives the trainers
-        # theirs. Threads that this process has already, as the heartbeat's, stay as they are.
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        _yield_cpu()
     _replace_cuda_functions()
     _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
+
+
+def _yield_cpu() -> None:
+    """Samplers on the same cores should not wait for one when an update pauses them; the limit of the lag gives the trainers
+    theirs. Threads that this process has already, as the heartbeat's, stay as they are."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # Linux may give each session (a child of a run is one) an equal share, whatever its threads' priorities: sched(7).
+    group = Path("/proc/self/autogroup")
+    end = time.monotonic() + AUTOGROUP_S
+    while group.exists():
+        try:
+            group.write_text(str(AUTOGROUP_NICE))
+            return
+        except OSError as error:
+            if not isinstance(error, BlockingIOError) or time.monotonic() > end:
+                log.warning("%s cannot be set to %d, samplers may wait for a core: %s", group, AUTOGROUP_NICE, error)
+                return
+            time.sleep(0.05)  # users who are not root may do this ten times a second, all together
 
 
 class _CudaMeansCpu(TorchFunctionMode):

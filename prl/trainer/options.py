@@ -60,8 +60,8 @@ class TrainOptions:
     threads: Annotated[int, "CPU threads of a trainer rank", AtLeast(1)] = 1
     yields_cpu: Annotated[
         bool,
-        "without accelerators, on a node with samplers: trainer ranks run only where a core would be idle (SCHED_IDLE), which "
-        "keeps the samplers' pause at an update short",
+        "without accelerators, on a node with samplers: trainer ranks leave a core to whoever else wants it (SCHED_IDLE, and a "
+        "low weight of their session), which keeps the samplers' pause at an update short",
     ] = True
     learning_rate: Annotated[float, "AdamW's learning rate after the warm-up", AtLeast(0)] = 1e-6
     warmup_steps: Annotated[int, "steps over which the learning rate rises linearly", AtLeast(0)] = 0
