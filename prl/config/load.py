@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from prl.config.bounds import bounds_of, describe
 from prl.config.schema import Config
@@ -58,11 +58,15 @@ def _apply(tree: DictConfig, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {shown(override)}: write key=value, e.g. run.steps=10 or domains.0.weight=2")
+    if re.search(r"^\.|\.\.|\.$", key):
+        raise ConfigError(f"override {shown(override)}: between two dots of a key is nothing; write e.g. domains.0.weight=2")
     if any(re.fullmatch(r"-\d+", part) for part in re.split(r"[.\[\]]", key)):
         raise ConfigError(f"override {shown(override)}: entries of lists are counted from 0, e.g. domains.0.weight=2")
     try:
         OmegaConf.update(tree, key, OmegaConf.from_dotlist([f"value={text}"])["value"], force_add=True)
-    except (OmegaConfBaseException, YAMLError, TypeError, ValueError, IndexError) as error:
+    except IndexError:
+        raise ConfigError(f"override {shown(override)}: the list has no such entry; they are counted from 0") from None
+    except (OmegaConfBaseException, YAMLError, TypeError, ValueError) as error:
         raise ConfigError(f"override {shown(override)}: {_words(error)}") from error
 
 
@@ -81,7 +85,12 @@ def _words(error: Exception) -> str:
         return str(error).partition("\n")[0]  # behind it come omegaconf's own objects
     if isinstance(error, ValueError):
         return f"a value cannot be read: {str(error).partition('; use sys.')[0]}"
-    return str(error)
+    if isinstance(error, MarkedYAMLError) and error.problem and error.problem_mark:  # its own words take several lines
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: is no YAML: {error.problem}"
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}; have its owner permit it (chmod), or name another file"
+    return " ".join(str(error).split())
 
 
 def out_of_bounds(config: Config) -> list[str]:
@@ -180,7 +189,7 @@ def _convert(kind: Any, value: Any, name: str, problems: list[str]) -> Any:
     elif isinstance(kind, type) and isinstance(value, kind) and not (kind is not bool and isinstance(value, bool)):
         return value
     else:
-        problems.append(f"{name}: expected {_type_name(kind)}, found {_kind(value)} {shown(value)}")
+        problems.append(f"{name}: expected {_type_name(kind)}, found {_found(value)}")
     return None
 
 
@@ -198,7 +207,7 @@ def _convert_union(kinds: Sequence[Any], value: Any, name: str, problems: list[s
         problems.extend(trial)
     else:
         expected = " or ".join(_type_name(kind) for kind in kinds)
-        problems.append(f"{name}: expected {expected}, found {_kind(value)} {shown(value)}")
+        problems.append(f"{name}: expected {expected}, found {_found(value)}")
     return None
 
 
@@ -207,6 +216,13 @@ _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 def _type_name(kind: Any) -> str:
     return _NAMES.get(kind, str(kind))
+
+
+def _found(value: Any) -> str:
+    """What stands there, as YAML writes it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{_kind(value)} {shown(value)}"
 
 
 def _kind(value: Any) -> str:

@@ -55,7 +55,7 @@ def test_overrides_come_last(tmp_path):
         ("trian: {}", "unknown key trian; did you mean train?"),
         ("run: {steps: many}", "run.steps: expected a whole number, found text 'many'"),
         ("run: {steps: 1.5}", "run.steps: expected a whole number, found a number 1.5"),
-        ("run: {steps: true}", "run.steps: expected a whole number, found true or false True"),
+        ("run: {steps: true}", "run.steps: expected a whole number, found true"),
         ("run: {stop_at_reward: high}", "run.stop_at_reward: expected a number, found text 'high'"),
         ("run: {mode: both}", "run.mode: expected one of pipeline, conventional; found 'both'"),
         ("run: 3", "run: expected keys and values, found a whole number"),
@@ -63,6 +63,7 @@ def test_overrides_come_last(tmp_path):
         ("domains: [{weight: 1}]", "domains[0].name is missing"),
         ("domains: [{name: digits, wieght: 1}]", "unknown key domains[0].wieght; did you mean domains[0].weight?"),
         ("cluster: {sbatch: {mem: [1]}}", "cluster.sbatch.mem: expected"),
+        ("run: {steps: null}", "run.steps: expected a whole number, found null"),
         ("[1, 2]", "expected sections such as run: and model:, found a list"),
         ("run: {steps: [", "config.yaml"),
         ('run: {steps: "${nothing}"}', "nothing"),
@@ -82,7 +83,7 @@ def test_overrides_reach_into_lists(tmp_path):
 
 @pytest.mark.parametrize(
     "override",
-    ["domains.7.weight=1", "domains.-1.name=x", "domains[-1].name=x", "domains.first.weight=1", "=1", "run.steps=[1"],
+    ["domains.7.weight=1", "run..steps=1", ".=1", ".run=1", "run.=1", "domains.-1.name=x", "domains[-1].name=x", "domains.first.weight=1", "=1", "run.steps=[1"],
 )
 def test_overrides_that_do_not_fit_are_named(tmp_path, override):
     with pytest.raises(ConfigError) as caught:
@@ -134,6 +135,34 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
     for path in (tmp_path, tmp_path / "fifo"):
         with pytest.raises(ConfigError, match=f"^{path}: is no regular file; name a YAML file"):
             load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run:\n\tsteps: 3\n", "line 2, column 1: is no YAML: found character that cannot start any token"),
+        ("run: {steps: 1}\nrun: {steps: 2}\n", "line 2, column 1: is no YAML: found duplicate key run"),
+        ("run: {}\n---\nrun: {}\n", "line 2, column 1: is no YAML: but found another document"),
+        ("run: !!python/name:os.system", "line 1, column 6: is no YAML: could not determine a constructor for the tag "),
+        ("run: {name: a\0b}", "control characters are not allowed"),
+    ],
+)
+def test_what_is_no_yaml_is_told_in_one_line_with_its_place(tmp_path, text, words):
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_read_is_told_once(tmp_path):
+    written(tmp_path, GOOD)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "config.yaml" / "under.yaml")
+    assert str(caught.value).startswith(f"{tmp_path}/config.yaml/under.yaml: cannot be read: Not a directory; ")
+    with pytest.raises(ConfigError, match="^x{300}: cannot be read: File name too long; "):
+        load("x" * 300)
 
 
 def test_all_problems_come_at_once(tmp_path):
