@@ -44,6 +44,25 @@ def test_the_quickstart_names_the_folder_in_which_it_trains(tmp_path, options, f
     assert f"{' '.join(['prl-submit configs/quickstart.yaml --set', f'run.folder={folder}', *options])}\n" in out
 
 
+def test_a_shard_needs_a_name():
+    done = subprocess.run(
+        ["bash", "tools/test.sh", "--shard"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "test: error: --shard needs the name of a folder of tests/\n")
+
+
+def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(tmp_path):
+    for step in (10, 20):
+        (tmp_path / f"checkpoints/step_{step:06d}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step_{step:06d}/manifest.json").write_text("{}")
+    command = [sys.executable, "tools/export_checkpoint.py", tmp_path, tmp_path / "to", "--step", "15"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"export_checkpoint: {tmp_path}: has no checkpoint of step 15; it has 10, 20\n",
+    )
+
+
 def test_pip_refuses_the_gpu_extra_where_it_cannot_be_had():
     """A marker would make pip leave out the engines without a word, where Python is too old for them."""
     settings = configparser.ConfigParser()

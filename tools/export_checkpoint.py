@@ -47,6 +47,9 @@ def parse() -> argparse.Namespace:
 def whole_checkpoint(run: RunFolder, step: int | None) -> int:
     """The step of a checkpoint all of whose files are what its manifest says. Raises ManifestError."""
     if step is not None:
+        there = [str(number) for number, _ in run.manifests()]
+        if str(step) not in there:
+            raise ManifestError(f"{run}: has no checkpoint of step {step}; it has {', '.join(there) or 'none'}")
         check_parts(run.manifest(step), read_manifest(run.manifest(step)))
         return step
     manifest, refused = newest_manifest(run, parts=True)

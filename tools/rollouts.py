@@ -60,10 +60,15 @@ Row = dict[str, Any]
 def main() -> int:
     options = parse()
     run = RunFolder(options.run)
-    if not run.rollouts.is_dir():
+    try:
+        there = run.rollouts.is_dir()
+        files = list(chain.from_iterable(rollout_files(run).values()))
+    except OSError as error:
+        print(f"rollouts: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    if not there:
         print(f"rollouts: {options.run}: no run lies there (no {run.rollouts})", file=sys.stderr)
         return 1
-    files = list(chain.from_iterable(rollout_files(run).values()))
     if not files:
         words = "no rollout was published yet, or they went through Redis, which keeps none (streams.backend)"
         print(f"rollouts: {options.run}: has no rollout files: {words}", file=sys.stderr)

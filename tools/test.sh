@@ -13,18 +13,22 @@ exec </dev/null
 unset SLURM_CONF PRL_LAB_MODE # the tests' jobs go to the lab cluster or nowhere
 
 all=0 shard='' want_slurm=1
+say() { echo "test: $*"; }
+die() { echo "test: error: $*" >&2; exit 1; }
+
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$script"; exit 0 ;;
     --all) all=1; shift ;;
-    --shard) shard=${2:?"--shard needs the name of a folder of tests/"}; shift 2 ;;
+    --shard)
+      shard=${2:-}
+      [ -n "$shard" ] || die "--shard needs the name of a folder of tests/"
+      shift 2
+      ;;
     --no-slurm) want_slurm=0; shift ;;
     *) break ;;
   esac
 done
-
-say() { echo "test: $*"; }
-die() { echo "test: error: $*" >&2; exit 1; }
 
 slurm_packages=$(bash tools/slurmlab.sh packages | xargs)
 slurm_programs=(slurmctld slurmd sbatch slurmdbd munged mariadbd ip)

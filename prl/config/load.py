@@ -40,9 +40,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: no such file; the configs that come with prl are in configs/") from None
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{path}: {key}{_words(error)}") from error
+        raise ConfigError(f"{path}: {key}{in_words(error)}") from error
     except (OSError, YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {_words(error)}") from error
+        raise ConfigError(f"{path}: {in_words(error)}") from error
     assert isinstance(plain, dict)
     problems: list[str] = []
     config: Config | None = _build(Config, plain, "", problems)
@@ -67,7 +67,7 @@ def _apply(tree: DictConfig, override: str) -> None:
     except IndexError:
         raise ConfigError(f"override {shown(override)}: the list has no such entry; they are counted from 0") from None
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError) as error:
-        raise ConfigError(f"override {shown(override)}: {_words(error)}") from error
+        raise ConfigError(f"override {shown(override)}: {in_words(error)}") from error
 
 
 def shown(value: Any) -> str:
@@ -79,7 +79,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
-def _words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """What an error says to whoever wrote a configuration, not to a programmer."""
     if isinstance(error, OmegaConfBaseException):
         return str(error).partition("\n")[0]  # behind it come omegaconf's own objects

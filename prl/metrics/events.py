@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from prl.runfolder.paths import listed
 from prl.runfolder.publish import storage
 
 YEAR_9999 = 253370764800.0  # no time that is meant lies beyond
@@ -180,7 +181,7 @@ class EventFollower:
     def read(self) -> list[Event]:
         """The events since the last call, in order within each file; files are found as they come."""
         new: list[Event] = []
-        for path in sorted(self._folder.glob("*.jsonl")):
+        for path in listed(self._folder, "*.jsonl"):
             if not path.is_file():  # a pipe, say, would be waited for
                 continue
             events, self._offsets[path] = read_events(path, self._offsets.get(path, 0))

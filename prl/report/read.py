@@ -14,11 +14,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from prl.config.load import in_words
 from prl.metrics import names
 from prl.metrics.events import YEAR_9999, Event, read_events
 from prl.runfolder.logs import log_end
 from prl.runfolder.outcome import OutcomeError, read_outcome
-from prl.runfolder.paths import RunFolder, run_of_attempt
+from prl.runfolder.paths import RunFolder, listed, run_of_attempt
 from prl.runfolder.plan import PlanError, read_plan
 from prl.streams.files import StreamError
 from prl.streams.ledger import read_ledger
@@ -175,7 +176,7 @@ def _failed_saves(events: Iterable[Event]) -> Iterator[str]:
 
 def _events(folder: Path) -> tuple[list[Event], Sequence[str]]:
     """All events, and words for lines that are none and for what is no file (a pipe would be waited for)."""
-    paths = sorted(folder.glob("*.jsonl"))
+    paths = listed(folder, "*.jsonl")
     odd = [f"{path}: is no regular file, and was left out" for path in paths if not path.is_file()]
     events = [event for path in paths if path.is_file() for event in read_events(path, odd=odd)[0]]
     return events, odd if len(odd) <= ODD_LINES else [*odd[:ODD_LINES], f"and {len(odd) - ODD_LINES} lines more like these"]
@@ -216,7 +217,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ReportError(f"{path}: not a configuration: {error}") from error
+        raise ReportError(f"{path}: not a configuration: {in_words(error)}") from error
     if not isinstance(plain, dict) or not isinstance(plain.get("run") or {}, dict):
         raise ReportError(f"{path}: expected sections such as run: and model:, each with keys and values")
     return {str(key): value for key, value in plain.items()}

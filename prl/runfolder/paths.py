@@ -1,5 +1,6 @@
 """Every path of a run, in one place."""
 
+import fnmatch
 import os
 import re
 from pathlib import Path
@@ -134,7 +135,7 @@ class RunFolder:
     def attempts(self) -> list[int]:
         """Numbers of the attempts that exist, rising."""
         found = []
-        for path in self.path.glob("attempt_*"):
+        for path in listed(self.path, "attempt_*"):
             match = _ATTEMPT_FOLDER.fullmatch(path.name)
             if match and path == self.attempt(int(match.group(1))) and path.is_dir():
                 found.append(int(match.group(1)))
@@ -142,7 +143,7 @@ class RunFolder:
 
     def checkpoint_folders(self) -> list[tuple[int, Path]]:
         """(step, folder) of every checkpoint, rising, finished or not."""
-        found = [(_STEP_FOLDER.fullmatch(path.name), path) for path in self.checkpoints.glob("step_*")]
+        found = [(_STEP_FOLDER.fullmatch(path.name), path) for path in listed(self.checkpoints, "step_*")]
         return sorted((int(match.group(1)), path) for match, path in found if match)
 
     def manifests(self) -> list[tuple[int, Path]]:
@@ -159,6 +160,16 @@ class RunFolder:
             stripe(folder, targets)
         for folder in (self.rollouts, self.steps, self.ledgers, self.metrics, self.control):
             folder.mkdir(parents=True, exist_ok=True)
+
+
+def listed(folder: Path, pattern: str) -> list[Path]:
+    """The paths in a folder whose names match the pattern, in order; none where there is no such folder. Raises OSError where
+    it may not be read: what is in it is not known then (`Path.glob` takes it for empty)."""
+    try:
+        found = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in sorted(fnmatch.filter(found, pattern))]
 
 
 def run_of_attempt(path: Path) -> RunFolder | None:

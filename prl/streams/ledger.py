@@ -9,6 +9,7 @@ damage, and an error.
 
 import logging
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -110,7 +111,14 @@ def ledger_events(table: pa.Table) -> Iterator[LedgerEvent]:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("ledger_*.frames") if p.stem.removeprefix("ledger_").isdigit())
+    """Raises OSError where a folder may not be read (`Path.rglob` takes it for empty)."""
+
+    def tell(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    found = [Path(parent, name) for parent, _, names in os.walk(folder, onerror=tell) for name in names]
+    return sorted(p for p in found if re.fullmatch(r"ledger_\d+\.frames", p.name))
 
 
 def _encode(events: Sequence[LedgerEvent]) -> pa.Buffer:

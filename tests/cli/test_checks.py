@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -11,6 +10,7 @@ import pytest
 from empty_weights import write_model, write_tensors
 from safetensors import safe_open
 from tokenizers import Tokenizer, models
+from unprivileged import unprivileged
 
 from prl.config.bounds import AtMost, Below, bounds_of
 from prl.config.checks import LIMITS, check, resolve_paths
@@ -476,17 +476,10 @@ def test_a_folder_that_cannot_be_written(good, tmp_path):
     (parent / "runs").mkdir(parents=True)
     for folder in (parent, parent / "runs", tmp_path):
         folder.chmod(0o555)
-    before = os.geteuid()
-    if before == 0:
-        for folder in tmp_path.parents[:3]:  # pytest's own
-            folder.chmod(folder.stat().st_mode | 0o111)
-        os.seteuid(65534)  # root may write anywhere
-    try:
+    with unprivileged(tmp_path):
         (new,) = problems(replace(good, run={"folder": str(parent / "one" / "two")}))
         (there,) = problems(replace(good, run={"folder": str(parent / "runs")}))
         (resumed,) = problems(replace(good, run={"folder": str(parent / "runs")}), resume=True)
-    finally:
-        os.seteuid(before)
     assert new.startswith(f"run.folder = {parent}/one/two: {parent} cannot be written; choose another run.folder or run.name")
     assert resumed == f"--resume {parent}/runs: the run's folder cannot be written; have its owner permit it (chmod)"
     assert there.startswith(f"run.folder = {parent}/runs: cannot be written; choose another run.folder or run.name, or have")

@@ -83,7 +83,18 @@ def test_overrides_reach_into_lists(tmp_path):
 
 @pytest.mark.parametrize(
     "override",
-    ["domains.7.weight=1", "run..steps=1", ".=1", ".run=1", "run.=1", "domains.-1.name=x", "domains[-1].name=x", "domains.first.weight=1", "=1", "run.steps=[1"],
+    [
+        "domains.7.weight=1",
+        "run..steps=1",
+        ".=1",
+        ".run=1",
+        "run.=1",
+        "domains.-1.name=x",
+        "domains[-1].name=x",
+        "domains.first.weight=1",
+        "=1",
+        "run.steps=[1",
+    ],
 )
 def test_overrides_that_do_not_fit_are_named(tmp_path, override):
     with pytest.raises(ConfigError) as caught:
@@ -161,7 +172,7 @@ def test_a_file_that_cannot_be_read_is_told_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "config.yaml" / "under.yaml")
     assert str(caught.value).startswith(f"{tmp_path}/config.yaml/under.yaml: cannot be read: Not a directory; ")
-    with pytest.raises(ConfigError, match="^x{300}: cannot be read: File name too long; "):
+    with pytest.raises(ConfigError, match=r"^x{300}: cannot be read: File name too long; "):
         load("x" * 300)
 
 

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from unprivileged import unprivileged
 
 from prl.cli.report import main
 from prl.flow.events import LedgerEvent
@@ -197,7 +198,7 @@ def test_what_is_no_run_is_refused_in_words(tmp_path, capsys, make):
     [
         ("run: 3", "config.yaml: expected sections such as run: and model:, each with keys and values"),
         ("run: [1]", "config.yaml: expected sections such as run: and model:, each with keys and values"),
-        (f"run: {{steps: {'9' * 5000}}}", "config.yaml: not a configuration: Exceeds the limit (4300 digits)"),
+        (f"run: {{steps: {'9' * 5000}}}", "config.yaml: not a configuration: a value cannot be read: Exceeds the"),
     ],
 )
 def test_a_configuration_that_is_none_is_told_in_words(tmp_path, capsys, text, words):
@@ -207,6 +208,33 @@ def test_a_configuration_that_is_none_is_told_in_words(tmp_path, capsys, text, w
     assert f"{tmp_path}/{words}" in capsys.readouterr().err
     assert main([str(tmp_path), "--audit"]) == 1
     assert capsys.readouterr().err.startswith("prl-report: error: ")
+
+
+def test_what_is_no_yaml_is_told_in_one_line(tmp_path, capsys):
+    (tmp_path / "streams/ledger").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("run: [")
+    for options in ([], ["--audit"]):
+        assert main([str(tmp_path), *options]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"prl-report: error: {tmp_path}/config.yaml: ")
+        assert line.count("config.yaml") == 1
+        assert "line 2, column 1: is no YAML" in line
+
+
+@pytest.mark.parametrize(("folder", "options"), [("metrics", []), ("streams/ledger", []), ("streams/ledger", ["--audit"])])
+def test_a_folder_that_may_not_be_read_is_told_and_not_taken_for_empty(tmp_path, capsys, folder, options):
+    run = new_run(tmp_path)
+    run.config.write_text("run: {name: demo}\n")
+    end(run, 1)
+    for path in (run.path, *run.path.rglob("*")):
+        path.chmod(0o755)
+    locked = run.path / folder
+    locked.chmod(0)
+    with unprivileged(tmp_path):
+        assert main([str(run.path), *options]) == 1
+    said = capsys.readouterr().err
+    assert "Permission denied" in said
+    assert str(locked) in said
 
 
 def test_the_command_prints_text_and_json(tmp_path):

@@ -99,6 +99,9 @@ def refused(folder: Path, *arguments) -> str:
 
 def test_no_run(tmp_path):
     assert "no run lies there" in refused(tmp_path)
+    (tmp_path / "streams").mkdir()
+    (tmp_path / "streams/rollouts").symlink_to("rollouts")  # a folder that nobody can look at
+    assert refused(tmp_path) == f"rollouts: {tmp_path}/streams/rollouts: Too many levels of symbolic links\n"
 
 
 def test_what_matches_nothing_or_cannot_be_written_is_told(run, tmp_path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from unprivileged import unprivileged
 
 from prl.flow.events import LedgerEvent
 from prl.flow.ids import RolloutId
@@ -107,3 +108,15 @@ def test_a_killed_writer_has_kept_what_it_acknowledged(tmp_path):
     groups = [e.rollout.group for e in read(tmp_path)][::500]
     assert groups == list(range(len(groups)))
     assert acknowledged <= groups[-1] <= acknowledged + 1
+
+
+def test_an_attempt_that_may_not_be_read_is_not_taken_for_empty(tmp_path):
+    assert read(tmp_path / "absent") == []
+    for attempt in (1, 2):
+        with LedgerWriter(tmp_path / f"attempt_00{attempt}") as ledger:
+            ledger.append(events_of(attempt))
+    (tmp_path / "attempt_001").chmod(0)
+    with unprivileged(tmp_path), pytest.raises(PermissionError, match="attempt_001"):
+        read(tmp_path)
+    (tmp_path / "attempt_001").chmod(0o755)
+    assert len(read(tmp_path)) == 6
