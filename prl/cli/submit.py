@@ -130,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
 def _read(options: argparse.Namespace) -> tuple[Config, RunFolder, int]:
     """The configuration with all overrides and absolute paths, the run's folder, and the attempt that may be made there."""
     here, attempt = current_folder(), 1
+    if options.host_is_gone and options.resume is None:
+        raise ConfigError("--host-is-gone speaks of a run that is gone on with; name it with --resume RUN")
     if options.resume is not None:
         config, attempt = _read_resumed(options)
     elif options.config is None:

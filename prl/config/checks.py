@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError, model_config, new_model_config, read_model_config
 from prl.config.layout import layout_problems, tensor_misfit
@@ -68,6 +69,7 @@ LIMITS = {  # of every number without a bound of its own: far above what any run
     2**24: "run.max_waiting_mib sample.kv_cache_mib verifier.memory_mib preprocess.memory_mib streams.redis.max_mib",  # 16 TiB
     2**17: "train.head_chunk_mib weights.bucket_mib streams.roll_mib streams.queue_mib",  # 128 GiB, in one piece
 }
+REDIS_SCHEMES = ("redis", "rediss", "unix")
 UNUSABLE_IN_PATHS = ":%\\"  # of the run folder: it stands in PYTHONPATH, in sbatch's --output and in submitit's file names
 
 
@@ -180,9 +182,13 @@ def _model(config: Config) -> tuple[ModelConfig | None, list[str]]:
     if options.architecture is not None:
         return None, [f"model.architecture = {options.architecture}: is for models without a path; remove it or model.path"]
     folder = Path(options.path)
-    if not folder.is_dir():
+    try:
+        there, whole = folder.is_dir(), (folder / "config.json").is_file()
+    except OSError as error:
+        return None, [f"model.path = {folder}: {error.strerror}; have its owner permit it (chmod), or name another folder"]
+    if not there:
         return None, [f"model.path = {folder}: no such folder; give the folder of a downloaded Hugging Face model"]
-    if not (folder / "config.json").is_file():
+    if not whole:
         return None, [f"model.path = {folder}: has no config.json; it must be a complete Hugging Face folder"]
     try:
         return read_model_config(folder), []
@@ -192,7 +198,8 @@ def _model(config: Config) -> tuple[ModelConfig | None, list[str]]:
 
 def _model_files(config: Config, model: ModelConfig | None) -> Iterator[str]:
     folder = Path(config.model.path)
-    if config.model.path and config.model.architecture is None and folder.is_dir():
+    reachable = os.access(folder, os.R_OK | os.X_OK, effective_ids=True)  # else that is said already
+    if config.model.path and config.model.architecture is None and reachable:
         weights = weight_problems(folder, model) if config.model.init == "pretrained" else []
         yield from (f"model.path = {folder}: {problem}" for problem in [*tokenizer_problems(folder), *weights])
 
@@ -320,6 +327,15 @@ def _parts(config: Config) -> Iterator[str]:
             f"streams.redis.start = {str(redis.start).lower()} with streams.redis.url = {redis.url!r}: streams.backend = redis "
             "needs one of them, a server of the run's own or the URL of another"
         )
+    if config.streams.backend == "redis" and redis.url and urlsplit(redis.url).scheme not in REDIS_SCHEMES:
+        yield (
+            f"streams.redis.url = {redis.url}: is no address of a Redis server; write e.g. redis://host:6379/0 "
+            f"({', '.join(REDIS_SCHEMES)})"
+        )
+    if config.streams.backend == "redis" and redis.password_file:
+        trouble = _trouble_of_file(redis.password_file)
+        if trouble:
+            yield f"streams.redis.password_file = {redis.password_file}: {trouble}; name the file with the server's password"
     if config.streams.backend == "redis" and config.streams.keep == "all":
         yield (
             "streams.keep = all: Redis keeps no rollout that is done with; set streams.backend: folder, or streams.keep: needed"
@@ -362,8 +378,17 @@ def _domains(config: Config) -> Iterator[str]:
             paths = [value] if isinstance(value, str) else value
             if is_path_key(key) and isinstance(paths, list | tuple):
                 for path in paths:
-                    if not Path(str(path)).exists():
-                        yield f"domains[{number}].options.{key} = {path}: no such file; name the data of domain {domain.name}"
+                    trouble = _trouble_of_file(str(path))
+                    if trouble:
+                        yield f"domains[{number}].options.{key} = {path}: {trouble}; name the data of domain {domain.name}"
+
+
+def _trouble_of_file(path: str) -> str:
+    """Why nothing lies there that could be read; empty where something does."""
+    try:
+        return "" if Path(path).exists() else "no such file"
+    except OSError as error:
+        return f"{error.strerror}"
 
 
 def _folder(config: Config) -> Iterator[str]:

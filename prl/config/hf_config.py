@@ -107,7 +107,10 @@ def read_model_config(folder: Path) -> ModelConfig:
     """From `folder`/config.json. Raises UnsupportedModelError with the key that is in the way."""
     path = folder / "config.json"
     try:
-        return model_config(json.loads(path.read_text()))
+        raw = json.loads(path.read_text())
+        if not isinstance(raw, dict):
+            raise UnsupportedModelError("holds no keys and values; download it again")
+        return model_config(raw)
     except FileNotFoundError:
         raise UnsupportedModelError(f"{path} does not exist: model.path must be a Hugging Face model folder") from None
     except (OSError, ValueError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:

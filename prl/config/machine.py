@@ -1,4 +1,4 @@
-"""Whether a run without Slurm fits this machine: its memory and its accelerators."""
+"""Whether a run without Slurm fits this machine: its memory, its accelerators and its network."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,9 @@ _LOADING_BYTES = 4  # a full copy while weights are loaded or sent
 
 def machine_problems(config: Config, model: ModelConfig | None, memory_bytes: int) -> Iterator[str]:
     """What this machine, with so much memory free, lacks for the run; a model that is not known is left out of account."""
-    gpus = config.cluster.gpus_per_node
+    gpus, interface, there = config.cluster.gpus_per_node, config.cluster.interface, psutil.net_if_addrs()
+    if interface is not None and interface not in there:
+        yield f"cluster.interface = {interface}: this machine has {', '.join(there)}; name one of these, or null"
     if gpus:
         found = len(list(Path("/dev").glob("nvidia[0-9]*")))
         if found < gpus:

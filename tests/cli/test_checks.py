@@ -415,6 +415,9 @@ def test_a_broken_model_config(good, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{")
     (line,) = problems(config)
     assert "config.json cannot be read: JSONDecodeError" in line
+    (tmp_path / "model" / "config.json").write_text("[1]")
+    (line,) = problems(config)
+    assert line.endswith("config.json: holds no keys and values; download it again")
 
 
 def test_domains_need_their_files(good, tmp_path):
@@ -585,6 +588,39 @@ def test_redis_needs_one_server(good, tmp_path):
     assert problem.startswith("streams.keep = all: Redis keeps no rollout that is done with")
     there = replace(good, streams={"redis": RedisOptions(url=url, password_file="secret")})
     assert resolve_paths(there, tmp_path).streams.redis.password_file == str(tmp_path / "secret")
+
+
+@pytest.mark.parametrize(
+    ("redis", "words"),
+    [
+        (RedisOptions(url="host:6379"), "streams.redis.url = host:6379: is no address of a Redis server; write e.g. redis://"),
+        (RedisOptions(url="nonsense"), "streams.redis.url = nonsense: is no address of a Redis server"),
+        (
+            RedisOptions(url="redis://host", password_file="/no/such/file"),
+            "streams.redis.password_file = /no/such/file: no such file; name the file with the server's password",
+        ),
+    ],
+)
+def test_a_redis_server_needs_an_address_and_its_password(good, redis, words):
+    (problem,) = problems(replace(good, streams={"backend": "redis", "redis": redis}))
+    assert problem.startswith(words)
+
+
+def test_what_may_not_be_read_is_told_with_its_key(good, tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    model = replace(good, model=model_folder(locked / "model"), train={"tensor_parallel": 1})
+    data = dataclasses.replace(good, domains=(DomainOptions(name="gsm8k", options={"paths": [f"{locked}/rows.jsonl"]}),))
+    Path(good.run.folder).parent.mkdir(mode=0o777)
+    Path(good.run.folder).parent.chmod(0o777)
+    locked.chmod(0)
+    with unprivileged(tmp_path):
+        told = [problems(config) for config in (model, data, replace(model, model={"path": str(locked)}))]
+    assert told == [
+        [f"model.path = {locked}/model: Permission denied; have its owner permit it (chmod), or name another folder"],
+        [f"domains[0].options.paths = {locked}/rows.jsonl: Permission denied; name the data of domain gsm8k"],
+        [f"model.path = {locked}: Permission denied; have its owner permit it (chmod), or name another folder"],
+    ]
 
 
 def numbers(options, prefix=""):

@@ -138,6 +138,8 @@ def test_memory_that_is_not_known_is_told_and_a_nodes_own_is_compared(config, ca
             "model.path = ~nobody-of-this-name/x: there is no such",
         ),
         (["--resume", "runs/none"], "no run lies there"),
+        (["c.yaml", "--host-is-gone"], "--host-is-gone speaks of a run that is gone on with; name it with --resume RUN"),
+        (["c.yaml", "--set", "cluster.interface=nope0"], "cluster.interface = nope0: this machine has lo"),
         (["c.yaml", "--resume", "runs/none"], "leave out c.yaml"),
     ],
 )
