@@ -61,13 +61,13 @@ def main() -> int:
     options = parse()
     run = RunFolder(options.run)
     try:
-        there = run.rollouts.is_dir()
+        missing = next((folder for folder in (run.rollouts, run.ledgers) if not folder.is_dir()), None)
         files = list(chain.from_iterable(rollout_files(run).values()))
     except OSError as error:
         print(f"rollouts: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
-    if not there:
-        print(f"rollouts: {options.run}: no run lies there (no {run.rollouts})", file=sys.stderr)
+    if missing is not None:
+        print(f"rollouts: {options.run}: no run lies there (no {missing})", file=sys.stderr)
         return 1
     if not files:
         words = "no rollout was published yet, or they went through Redis, which keeps none (streams.backend)"
@@ -236,6 +236,7 @@ def to_text(row: Row) -> str:
         f"--- {row['problem']} group {row['group']} issue {row['issue']} rollout {row['rollout']} turn {row['turn']}: reward "
         f"{row['reward']:g}, {row['output_tokens']} tokens, {row['finish_reason']}, versions {row['versions']}, {trained}"
     )
+    head = printable(head).replace("\n", "\\n")
     texts = "".join(f"{name}: {printable(row[name])}\n" for name in ("prompt", "output"))
     return f"{head}\n{texts}"
 

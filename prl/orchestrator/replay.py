@@ -58,8 +58,7 @@ def replay_problems(config: Config) -> Iterator[str]:
                 f"run.replay = {run}: its rollouts went through Redis (streams.backend: redis), which keeps none; replay its "
                 "step files (run.replay_from: steps)"
             )
-        if any(file.kind == "rollouts" for file in read_reclaimed(run)):
-            yield f"run.replay = {run}: rollouts of it were deleted behind its checkpoints (streams.keep: needed)"
+        yield from _deleted_rollouts(run)
         return
     if config.train.value_head and original.preprocess.advantage != "reward":
         yield (
@@ -69,6 +68,14 @@ def replay_problems(config: Config) -> Iterator[str]:
     found = set(find_steps(run.steps))
     if not set(range(1, config.run.steps + 1)) <= found:
         yield _missing(config, found)
+
+
+def _deleted_rollouts(run: RunFolder) -> Iterator[str]:
+    try:
+        if any(file.kind == "rollouts" for file in read_reclaimed(run)):
+            yield f"run.replay = {run}: rollouts of it were deleted behind its checkpoints (streams.keep: needed)"
+    except ValueError as error:
+        yield f"run.replay = {run}: whether rollouts of it were deleted cannot be read: {error}"
 
 
 def _missing(config: Config, found: set[int]) -> str:

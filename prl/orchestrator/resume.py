@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,6 +12,7 @@ import pyarrow.compute as pc
 from prl.config.schema import Config
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.events import EventKind, LedgerEvent
+from prl.flow.ids import RolloutId
 from prl.orchestrator.binding import Resume
 from prl.orchestrator.replay import replayed_steps
 from prl.orchestrator.steps import StepEntry
@@ -70,7 +72,7 @@ def find_start(run: RunFolder, config: Config) -> Start:
     lineage = _last_lineage(run) + 1
     forks = dict(manifest.forks)
     forks |= dict.fromkeys(range(manifest.lineage + 1, lineage + 1), step)  # also of attempts that left nothing
-    waiting = replayed_steps(config, step) if config.run.replay else _steps_behind(run, step, earlier, since)
+    waiting = replayed_steps(config, step) if config.run.replay else _steps_behind(run, config.run.name, step, earlier, since)
     if not config.run.replay:
         _check_trained_again(run, step, waiting, since, refused)
     in_files = {rollout for entry in waiting for rollout in entry.trained}
@@ -138,28 +140,38 @@ def _last_trained(since: Iterable[LedgerEvent], step: int) -> int:
     return max((event.step for event in since if event.kind == "trained"), default=step)
 
 
-def _steps_behind(run: RunFolder, step: int, earlier: pa.Table, since: Sequence[LedgerEvent]) -> list[StepEntry]:
-    """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout has ended otherwise. A damaged file
-    of a step that nobody has trained is passed over, and made anew."""
+def _steps_behind(run: RunFolder, name: str, step: int, earlier: pa.Table, since: Sequence[LedgerEvent]) -> list[StepEntry]:
+    """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout has ended otherwise. A file that is
+    damaged, or that the run of this name has not written, is passed over where nobody has trained its step, which is made
+    anew."""
     found, last = find_steps(run.steps), _last_trained(since, step)
     entries = []
     while (step := step + 1) in found:
         file = found[step]
         try:
-            ids = read_step(file.path, file.bytes, file.checksum).rollout_ids()
+            ids = read_step(file.path, file.bytes, file.checksum, run=name, step=step).rollout_ids()
+            _check_issued(file.path, ids, earlier)
         except StreamError as error:
             if step <= last:
                 raise ResumeError(
                     f"step {step} was trained behind the checkpoint and has to be trained again from its file, which is "
-                    f"damaged: {error}; restore it, or submit the run anew"
+                    f"of no use: {error}; restore it, or submit the run anew"
                 ) from error
-            log.warning("step %d is made anew, since nothing was trained from its file, which is damaged: %s", step, error)
+            log.warning("step %d is made anew, since nothing was trained from its file, which is of no use: %s", step, error)
             break
         entry = {"step": step, "path": str(file.path.relative_to(run.path)), "bytes": file.bytes, "checksum": file.checksum}
         entries.append(StepEntry(entry, ids))
     groups = {rollout.group for entry in entries for rollout in entry.trained}
     ended = {event.rollout for event in _events_of(earlier, groups, {"discarded", "issued_again"})}
     return list(takewhile(lambda entry: ended.isdisjoint(entry.trained), entries))
+
+
+def _check_issued(file: Path, ids: Sequence[RolloutId], ledger: pa.Table) -> None:
+    """Whoever sampled them was handed them out, which the ledger had recorded by then. Raises StreamError."""
+    issued = {event.rollout for event in _events_of(ledger, {i.group for i in ids}, {"issued"})}
+    strange = [rollout for rollout in ids if rollout not in issued]
+    if strange:
+        raise StreamError(f"{file}: holds {len(strange)} rollouts that were never issued, {strange[0]} for one")
 
 
 def _events_of(ledger: pa.Table, groups: Set[int], kinds: Set[EventKind]) -> list[LedgerEvent]:

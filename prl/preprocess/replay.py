@@ -8,6 +8,7 @@ from itertools import chain
 
 import pyarrow.compute as pc
 
+from prl.config.load import load
 from prl.config.schema import Config
 from prl.control.child import Child
 from prl.control.client import ControlClient
@@ -34,15 +35,16 @@ class Original:
     """The run whose rollouts are trained on again."""
 
     def __init__(self, run: RunFolder) -> None:
-        """Reads the ledger, and looks once into every rollout file; those that cannot be read are named and passed over, as
-        no step may need them."""
+        """Reads the ledger, and looks once into every rollout file; those that cannot be read, or that another run has
+        written, are named and passed over, as no step may need them."""
         self.run = run
+        name = load(run.config).run.name
         self._steps = _groups_of_steps(run)
         self._files: dict[tuple[int, int], StreamFile] = {}  # by group and issue
         self._read = lru_cache(_FILES_HELD)(_read)
         for file in chain.from_iterable(rollout_files(run).values()):
             try:
-                found = read_rows(file.path, file.bytes, file.checksum)
+                found = read_rows(file.path, file.bytes, file.checksum, run=name)
             except (StreamError, OSError) as error:
                 print(f"passed over: {error}", flush=True)
                 continue

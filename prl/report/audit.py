@@ -305,11 +305,12 @@ def _check_rollout_files(
     result.rollouts_kept = config.streams.backend == "folder"
     if result.rollouts_kept:
         trained = np.unique(ledger.key[ledger.kind == TRAINED])
-        lost = trained[~np.isin(trained, keys) & ~np.isin(pairs_of(trained), files.reclaimed_pairs)]
+        lost = trained[~np.isin(trained, keys) & ~np.isin(pairs_of(trained), files.gone_pairs)]
         findings.add_ids(lost, lambda key: f"lies in no rollout file, but {ledger.tell(key)}")
-    # A damaged file costs its groups, which the ledger then names: no fault of the run's.
+    # A damaged file costs its groups, which the ledger then names: no fault of the run's. Those of files that were set aside
+    # excuse no other file.
     unreadable = (ledger.kind != ISSUED) & np.isin(ledger.reason, [n for n, r in enumerate(ledger.reasons) if r == UNREADABLE])
-    quarantined = len(np.unique(pairs_of(ledger.key[unreadable])))
+    quarantined = len(np.setdiff1d(pairs_of(ledger.key[unreadable]), files.aside_pairs))
     aside = len(list(run.quarantine.glob("*.arrow")))
     result.quarantined_files = aside + min(len(files.damaged), quarantined)
     if len(files.damaged) > quarantined:

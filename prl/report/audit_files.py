@@ -1,7 +1,7 @@
 """The files of both streams as an audit sees them: a few numbers a rollout, read one file at a time."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +15,7 @@ from prl.report.audit_ids import Findings, Ids, Int64, gaps, numbered, pairs_of
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.reclaim import Reclaimed, read_aside
 from prl.streams import rollouts, steps
+from prl.streams.arrays import has_nulls
 from prl.streams.files import FILE_NAME, Header, StreamError, StreamFile, open_arrow, read_checked
 from prl.streams.folder import rollout_files
 
@@ -39,9 +40,9 @@ class RolloutFiles:
     steps_min: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
     steps_max: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
     file: Int64 = field(default_factory=lambda: np.empty(0, np.int64))  # index into `names`
-    reclaimed_pairs: Int64 = field(
-        default_factory=lambda: np.empty(0, np.int64)
-    )  # (group, issue) of files deleted on purpose, or set aside
+    # (group, issue), as single numbers, of files that were set aside, and of these and those deleted on purpose
+    aside_pairs: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    gone_pairs: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
 
     def where(self, key: int) -> str:
         """The files that hold an id."""
@@ -67,6 +68,8 @@ def read_rollout_files(
             try:
                 data = read_checked(file.path, file.bytes, file.checksum)
                 opened = open_arrow(file.path, data, rollouts.KIND, rollouts.SCHEMA, run_name)
+                if any(has_nulls(column) for batch in opened.batches for column in batch.columns):
+                    raise StreamError(f"{file.path}: values are missing")
             except (StreamError, OSError) as error:
                 if os.path.lexists(file.path) or name not in (reclaimed := reclaimed_by_now()):
                     result.damaged.append(str(error))
@@ -79,15 +82,18 @@ def read_rollout_files(
         order = np.argsort(key, kind="stable")
         result.key, result.tokens, result.steps_sum = key[order], tokens[order], total[order]
         result.steps_min, result.steps_max, result.file = low[order], high[order], number[order]
-    gone = [pair for file in reclaimed.values() for pair in file.groups]
     try:
-        gone += read_aside(run)
+        result.aside_pairs = _pairs(list(read_aside(run)))
     except (OSError, ValueError) as error:
         findings.add("", str(error))
-    if gone:
-        groups, issues = np.array(gone, np.int64).T
-        result.reclaimed_pairs = np.unique(pairs_of(Ids.keys(groups, issues, np.zeros_like(groups))))
+    deleted = _pairs([pair for file in reclaimed.values() for pair in file.groups])
+    result.gone_pairs = np.union1d(deleted, result.aside_pairs)
     return result
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> Int64:
+    groups, issues = np.array(pairs, np.int64).reshape(-1, 2).T
+    return np.unique(pairs_of(Ids.keys(groups, issues, np.zeros_like(groups))))
 
 
 def _rollout_files(run: RunFolder, findings: Findings) -> dict[str, list[StreamFile]]:

@@ -46,6 +46,8 @@ def read_reclaimed(run: RunFolder) -> list[Reclaimed]:
             facts = json.loads(line)
         except ValueError:
             continue
+        except RecursionError as error:
+            raise ValueError(f"{run.reclaimed}: no record of a deleted file ({error}): {line[:200]}") from error
         try:
             groups = tuple((int(group), int(issue)) for group, issue in facts["groups"])
             found.append(
@@ -69,7 +71,7 @@ def read_aside(run: RunFolder) -> Iterator[tuple[int, int]]:
             try:
                 for group, issue in json.loads(_beside(kept).read_text()):
                     yield int(group), int(issue)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"{_beside(kept)}: no record of a file in quarantine ({error!r})") from error
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -52,6 +51,7 @@ SCHEMA = pa.schema(
         *((name, pa.list_(kind)) for name, kind in _IDS.items()),  # of each sequence
     ]
 )
+_NOT_NEGATIVE = ("tokens", "positions", "epoch", "group", "rollout", "issue")
 _STEM = re.compile(r"step_(\d+)")
 _METRIC = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _MOST_METRICS_BYTES = 16 * 1024
@@ -125,9 +125,21 @@ def find_steps(folder: Path) -> dict[int, StreamFile]:
     return dict(sorted(found.items()))
 
 
-def read_step(path: Path, size_bytes: int, checksum: str, *, run: str | None = None, wait_s: float = 0.0) -> "StepFile":
-    """A step's file, checked as `read_rollouts` does. Raises StreamError for anything but the whole file that was announced."""
-    return open_step(path, read_checked(path, size_bytes, checksum, wait_s=wait_s), run)
+def read_step(
+    path: Path,
+    size_bytes: int,
+    checksum: str,
+    *,
+    run: str | None = None,
+    step: int | None = None,
+    wait_s: float = 0.0,
+) -> "StepFile":
+    """A step's file, checked as `read_rollouts` does. `step`, where given, is the one that it has to be of, whatever its name
+    says. Raises StreamError for anything but the whole file that was announced."""
+    found = open_step(path, read_checked(path, size_bytes, checksum, wait_s=wait_s), run)
+    if step is not None and found.facts.step != step:
+        raise StreamError(f"{path}: holds step {found.facts.step}, wanted step {step}")
+    return found
 
 
 def open_step(where: object, data: pa.Buffer, run: str | None) -> "StepFile":
@@ -141,7 +153,7 @@ def open_step(where: object, data: pa.Buffer, run: str | None) -> "StepFile":
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise StreamError(f"{where}: no step facts in its header ({type(error).__name__}: {error})") from error
     counts = (facts.step, facts.trained_tokens, facts.samples, facts.microbatches)
-    if any(type(n) is not int or n < 0 for n in counts) or type(facts.denominator) not in (int, float):
+    if any(type(n) is not int or n < 0 for n in counts) or not _is_positive(facts.denominator) or not facts.microbatches:
         raise StreamError(f"{where}: its header speaks of {facts}")
     metrics = _metrics(where, opened.metadata.get(b"prl.metrics", b"{}"))
     if facts.microbatches != len(batches):
@@ -151,6 +163,10 @@ def open_step(where: object, data: pa.Buffer, run: str | None) -> "StepFile":
     if tokens != [len(batch.column("tokens").values) for batch in batches]:
         raise StreamError(f"{where}: its header deals other micro-batches than it holds")
     return StepFile(where, opened.header, facts, tokens, batches, routed, metrics)
+
+
+def _is_positive(number: object) -> bool:
+    return type(number) in (int, float) and 0 < number < math.inf  # type: ignore[operator]
 
 
 def _metrics(where: object, text: bytes) -> Mapping[str, float]:
@@ -169,7 +185,7 @@ def _metrics(where: object, text: bytes) -> Mapping[str, float]:
 
 
 def _check_lists(batch: pa.RecordBatch, where: str) -> None:
-    """One row, each list of which is all of its column."""
+    """One row, each list of which is all of its column, and which fit together."""
     if batch.num_rows != 1:
         raise StreamError(f"{where}: {batch.num_rows} rows")
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -179,8 +195,16 @@ def _check_lists(batch: pa.RecordBatch, where: str) -> None:
             raise StreamError(f"{where}: values are missing in {name}")
         if column.offsets.to_pylist() != [0, len(column.values)]:
             raise StreamError(f"{where}: {name} is not in one piece")
-    if len({len(batch.column(name).values) for name in _IDS}) != 1:
+    lengths = {name: len(batch.column(name).values) for name in batch.schema.names}
+    if len({lengths[name] for name in _IDS}) != 1:
         raise StreamError(f"{where}: the parts of its rollout ids differ in number")
+    if batch.column("reference_logprobs").null_count:
+        del lengths["reference_logprobs"]
+    of_tokens = {name: length for name, length in lengths.items() if name in (*_PER_TOKEN, "reference_logprobs")}
+    _check_frame(of_tokens, batch.column("boundaries").values.to_numpy(), lengths["group"], where)
+    for name in _NOT_NEGATIVE:
+        if batch.column(name).values.to_numpy().min(initial=0) < 0:
+            raise StreamError(f"{where}: {name} below 0")
 
 
 class StepFile:
@@ -210,7 +234,7 @@ class StepFile:
         return deal(self.tokens, data_parallel_size)
 
     def microbatch(self, number: int) -> MicroBatch:
-        """One micro-batch; its arrays are read-only views. Raises StreamError where they do not fit together."""
+        """One micro-batch; its arrays are read-only views. Raises StreamError where its routings do not fit its tokens."""
         batch = self.batches[number]
 
         def values(name: str) -> Array:
@@ -219,22 +243,19 @@ class StepFile:
 
         reference = None if batch.column("reference_logprobs").null_count else values("reference_logprobs")
         ids = zip(*(batch.column(name).values.to_pylist() for name in _IDS), strict=True)
-        where = f"{self.where}, micro-batch {number}"
         routings = None
         if self._routed:
             try:
                 routings = from_values(values(ROUTINGS.name), self._routed, self.tokens[number])
             except ValueError as error:
-                raise StreamError(f"{where}: {error}") from error
-        microbatch = MicroBatch(
+                raise StreamError(f"{self.where}, micro-batch {number}: {error}") from error
+        return MicroBatch(
             **{name: values(name) for name in _PER_TOKEN},
             boundaries=values("boundaries"),
             reference_logprobs=reference,
             rollouts=tuple(RolloutId(*i) for i in ids),
             routings=routings,
         )
-        _check(microbatch, where)
-        return microbatch
 
     def rollout_ids(self) -> list[RolloutId]:
         """Every rollout of the step, once, in rising order."""
@@ -245,18 +266,20 @@ class StepFile:
 
 
 def _check(microbatch: MicroBatch, where: str) -> None:
-    tokens = len(microbatch.tokens)
-    arrays: dict[str, Any] = {name: getattr(microbatch, name) for name in _PER_TOKEN}
-    if microbatch.reference_logprobs is not None:
-        arrays["reference_logprobs"] = microbatch.reference_logprobs
-    if microbatch.routings is not None:
-        arrays["routings"] = microbatch.routings
-    wrong = {name: len(array) for name, array in arrays.items() if len(array) != tokens}
+    names = (*_PER_TOKEN, "reference_logprobs", "routings")
+    arrays = {name: getattr(microbatch, name) for name in names}
+    lengths = {name: len(array) for name, array in arrays.items() if array is not None}
+    _check_frame(lengths, microbatch.boundaries, len(microbatch.rollouts), where)
+
+
+def _check_frame(lengths: Mapping[str, int], boundaries: Array, sequences: int, where: str) -> None:
+    """`lengths`: of the columns that have a value for each token."""
+    tokens = lengths["tokens"]
+    wrong = {name: length for name, length in lengths.items() if length != tokens}
     if wrong:
         raise StreamError(f"{where}: {tokens} tokens, but {wrong}")
-    boundaries = microbatch.boundaries
-    if len(boundaries) != len(microbatch.rollouts) + 1 or boundaries[0] != 0 or boundaries[-1] != tokens:
-        raise StreamError(f"{where}: boundaries {boundaries.tolist()} of {len(microbatch.rollouts)} sequences, {tokens} tokens")
+    if len(boundaries) != sequences + 1 or boundaries[0] != 0 or boundaries[-1] != tokens:
+        raise StreamError(f"{where}: boundaries {boundaries.tolist()} of {sequences} sequences, {tokens} tokens")
     if (np.diff(boundaries.astype(np.int64)) <= 0).any():
         raise StreamError(f"{where}: an empty sequence in boundaries {boundaries.tolist()}")
 

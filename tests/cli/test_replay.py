@@ -96,6 +96,13 @@ def test_rollouts_that_went_through_redis_are_told(original, capsys):
     assert submit.main(["c.yaml", "--replay", "original", "--dry-run"]) == 0
 
 
+def test_a_damaged_record_of_deleted_files_is_told(original, capsys):
+    original.reclaimed.write_text('{"kind": "step"}\n')
+    words = refused(capsys, "--replay", "original", "--replay-rollouts")
+    assert "whether rollouts of it were deleted cannot be read: " in words
+    assert "reclaimed.jsonl: no record of a deleted file" in words
+
+
 def test_deleted_step_files_are_told(original, capsys):
     for path in original.steps.iterdir():
         path.unlink()

@@ -1,6 +1,8 @@
 """Where an attempt starts, from real ledgers, step files and manifests; no process runs."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ CONFIG = Config(
 )
 
 
-def step_file(run: RunFolder, step: int, ids: list[RolloutId], sequence: int) -> None:
+def step_file(run: RunFolder, step: int, ids: list[RolloutId], sequence: int, writer: str = "r") -> None:
     tokens = 2 * len(ids)
     floats = np.ones(tokens, np.float32)
     microbatch = MicroBatch(
@@ -39,7 +41,7 @@ def step_file(run: RunFolder, step: int, ids: list[RolloutId], sequence: int) ->
         rollouts=tuple(ids),
     )
     facts = StepFacts(step, float(tokens), tokens, len(ids), 1)
-    write_step(run.steps, [microbatch], facts, run="r", attempt=1, sequence=sequence)
+    write_step(run.steps, [microbatch], facts, run=writer, attempt=1, sequence=sequence)
 
 
 class Attempt:
@@ -288,11 +290,35 @@ def test_a_damaged_step_file_blocks_a_resume_only_where_it_is_needed(tmp_path, c
     flip(files[3].path, 100)
     start = find_start(first.run, CONFIG)
     assert [entry.file["step"] for entry in start.waiting] == [2]
-    assert "step 3 is made anew, since nothing was trained from its file, which is damaged" in caplog.text
+    assert "step 3 is made anew, since nothing was trained from its file, which is of no use" in caplog.text
     assert sorted({event.rollout.group for event in start.reissued if event.kind == "issued_again"}) == [4, 5]
     flip(files[2].path, 100)
-    with pytest.raises(ResumeError, match=r"step 2 was trained behind the checkpoint .* damaged: .*; restore it, or submit"):
+    with pytest.raises(ResumeError, match=r"step 2 was trained behind the checkpoint .* of no use: .*; restore it, or submit"):
         find_start(first.run, CONFIG)
+
+
+@pytest.mark.parametrize("foreign", ["of another run", "of another step", "never issued"])
+def test_a_step_file_that_is_not_this_runs_own_is_not_trained(tmp_path, caplog, foreign):
+    first = Attempt(tmp_path)
+    first.lease(6)
+    first.train(1, 0, 1)
+    first.checkpoint(1)
+    first.train(2, 2, 3)
+    if foreign == "of another run":
+        step_file(first.run, 3, first.ids(4, 5), 3, writer="another")
+        words = "of run 'another', this is run 'r'"
+    elif foreign == "of another step":
+        second = find_steps(first.run.steps)[2].path
+        shutil.copy(second, second.with_name(second.name.replace("step_00000002", "step_00000003")))
+        words = "holds step 2, wanted step 3"
+    else:
+        step_file(first.run, 3, [replace(i, issue=1) for i in first.ids(4, 5)], 3)
+        words = "holds 6 rollouts that were never issued, RolloutId(epoch=0, problem="
+    start = find_start(first.run, CONFIG)
+    assert [entry.file["step"] for entry in start.waiting] == [2]
+    assert "step 3 is made anew" in caplog.text
+    assert words in caplog.text
+    assert sorted({event.rollout.group for event in start.reissued if event.kind == "issued_again"}) == [4, 5]
 
 
 def test_a_manifest_comes_back_as_it_was_whatever_its_keys_are(tmp_path):

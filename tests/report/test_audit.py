@@ -409,3 +409,58 @@ def test_gaps():
     assert gaps(np.array([7, 3, 0, 1, 3])) == [(2, 2), (4, 6)]
     assert gaps(np.array([-5, 0, 3, 10**15]), 1) == [(1, 2), (4, 10**15 - 1)]
     assert gaps(np.array([], np.int64)) == gaps(np.array([0])) == []
+
+
+def test_another_damaged_file_is_told_beside_one_that_was_set_aside(run):
+    """A group of the one was told as unreadable by the run. Nobody has told of the other, from which nothing was trained."""
+    events = list(ledger_events(read_ledger(run.ledgers)))
+    kinds = {(e.rollout.group, e.rollout.issue): e.kind for e in events if e.kind != "issued"}
+    groups = {
+        file: [(g.group, g.issue) for g in read_rollouts(file.path, file.bytes, file.checksum)]
+        for files in rollout_files(run).values()
+        for file in files
+    }
+    ends = {file: {kinds[pair] for pair in pairs} for file, pairs in groups.items()}
+    damaged = next(file for file in groups if "trained" not in ends[file])
+    aside = next(file for file in groups if file != damaged and ends[file] > {"trained"})
+    pairs = groups[aside]
+
+    def edit(events):
+        ends = {"discarded", "issued_again"}
+        return [
+            replace(e, reason="rollout file unreadable")
+            if e.kind in ends and (e.rollout.group, e.rollout.issue) in pairs
+            else e
+            for e in events
+        ]
+
+    edit_ledger(run, edit)
+    name, facts = aside.path.relative_to(run.path).as_posix(), tuple(GroupFacts(*pair, 3) for pair in pairs)
+    entry = Published(name, aside.path.parent.name, aside.attempt, aside.sequence, aside.bytes, aside.checksum, facts)
+    FolderSource(run).set_aside(entry)
+    assert audit(run.path).passed, render(audit(run.path))
+    damaged.path.write_bytes(bytes(damaged.bytes))
+    text = render(audit(run.path))
+    assert f"{damaged.path}: checksum" in text
+    assert text.endswith("audit: failed, 1 finding")
+
+
+@pytest.mark.parametrize("column", ["group_id", "turn", "problem_id", "versions", "prompt_ids"])
+def test_a_missing_value_in_a_rollout_file_is_a_finding(run, column):
+    def edit(batch):
+        at = rollouts.SCHEMA.names.index(column)
+        values = [None, *batch.column(column).to_pylist()[1:]]
+        return pa.record_batch(
+            [*batch.columns[:at], pa.array(values, rollouts.SCHEMA.field(column).type), *batch.columns[at + 1 :]],
+            schema=batch.schema,
+        )
+
+    edit_rollouts(run, edit)
+    assert "values are missing" in render(audit(run.path))
+
+
+def test_a_step_file_without_anything_is_a_finding(run):
+    file = find_steps(run.steps)[5]
+    facts = replace(read_step(file.path, file.bytes, file.checksum).facts, microbatches=0)
+    write_step(run.steps, [], facts, run="played", attempt=file.attempt, sequence=file.sequence + 100)
+    assert "microbatches=0" in render(audit(run.path))

@@ -152,9 +152,10 @@ def test_a_torn_line_of_the_record_spoils_no_other(tmp_path):
         record.write('{"kind": "st')
     record_reclaimed(run, [second])
     assert read_reclaimed(run) == [first, second]
-    run.reclaimed.write_text('{"kind": "step"}\n')
-    with pytest.raises(ValueError, match="no record of a deleted file"):
-        read_reclaimed(run)
+    for damaged in ('{"kind": "step"}', "[" * 100_000):
+        run.reclaimed.write_text(f"{damaged}\n")
+        with pytest.raises(ValueError, match="no record of a deleted file"):
+            read_reclaimed(run)
 
 
 def test_a_damaged_file_of_an_earlier_attempt_stays_and_stops_nothing_else(run):

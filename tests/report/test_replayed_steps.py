@@ -11,7 +11,8 @@ from prl.config.load import load
 from prl.preprocess.options import PreprocessOptions
 from prl.preprocess.replay import Original, rebuild
 from prl.runfolder.paths import RunFolder
-from prl.streams.files import StreamError, list_published
+from prl.streams.files import Header, StreamError, list_published, publish_arrow
+from prl.streams.rollouts import to_arrow
 from prl.streams.steps import find_steps, read_step
 
 ARRAYS = ("tokens", "positions", "boundaries", "loss_weights", "advantages", "old_logprobs", "lags")
@@ -73,6 +74,21 @@ def test_a_file_that_cannot_be_read_matters_only_where_it_is_needed(run, tmp_pat
     original = Original(copy)
     with pytest.raises(StreamError, match=r"group \d+, trained in step \d, are in no file that can be read"):
         [rebuild(original, step, config, 1) for step in range(1, 9)]
+
+
+def test_another_runs_rollouts_are_passed_over(run, tmp_path, capsys):
+    """They have the numbers of this run's groups, and another answer."""
+    shutil.copytree(run.path, tmp_path / "run")
+    copy, config = RunFolder(tmp_path / "run"), load(run.config)
+    header = Header("rollouts", "another", 1, "zz", 0)
+    wrong = [
+        replace(group, rollouts=tuple(replace(rollout, reward=rollout.reward + 7.0) for rollout in group.rollouts))
+        for group in Original(copy).groups(5)
+    ]
+    (copy.rollouts / "zz").mkdir()
+    stray = publish_arrow(copy.rollouts / "zz", "rollouts", header, to_arrow(wrong, header)).path
+    assert rebuild(Original(copy), 5, config, 1).metrics == rebuild(Original(run), 5, config, 1).metrics
+    assert f"passed over: {stray}: of run 'another', this is run 'played'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

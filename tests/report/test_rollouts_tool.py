@@ -160,6 +160,21 @@ def test_what_is_no_number_is_null_and_what_is_no_token_has_no_text(run, tmp_pat
     assert row["prompt"] == row["output"] == "AB"
 
 
+def test_names_do_not_move_the_readers_terminal(run, tmp_path):
+    shutil.copytree(run.path, tmp_path / "run")
+    copy = RunFolder(tmp_path / "run")
+    ids, versions = np.array([1], np.int32), (VersionSpan(Version(0, 0), 0, 1),)
+    turn = Turn(ids, ids, np.full(1, -0.5, np.float32), versions, "stop\x1b[2J", 0, 1.0, 2.0)
+    group = Group(0, "digits", "", "digits/1\n--- \x1b]0;x\x07", 500, 0, (Rollout((turn,), 1.0),))
+    header = Header("rollouts", "played", 1, "x", 0)
+    (copy.rollouts / "x").mkdir()
+    publish_arrow(copy.rollouts / "x", "rollouts", header, to_arrow([group], header))
+    text = rollouts(copy, "--min-reward", 1)
+    assert r"--- digits/1\n--- \x1b]0;x\x07 group 500" in text
+    assert r"stop\x1b[2J, versions 0:0, no end yet" in text
+    assert not {"\x1b", "\x07"} & set(text)
+
+
 def strictly(line: str) -> dict:
     def no_number(name):
         raise ValueError(name)
@@ -169,6 +184,8 @@ def strictly(line: str) -> dict:
 
 def test_rollouts_that_went_through_redis_are_not_there(tmp_path):
     (tmp_path / "streams" / "rollouts").mkdir(parents=True)
+    assert "no run lies there (no " in refused(tmp_path)  # nor can be said how anything ended
+    (tmp_path / "streams" / "ledger").mkdir()
     assert "has no rollout files: no rollout was published yet, or they went through Redis" in refused(tmp_path)
 
 

@@ -1,14 +1,16 @@
 """Step files: round trip, dealing to ranks, discovery."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from prl.flow.ids import RolloutId
-from prl.streams.files import StreamError, next_sequence
+from prl.streams.files import StreamError, StreamFile, encode_file, next_sequence, open_arrow, publish_arrow, read_checked
 from prl.streams.records import MicroBatch, StepFacts
-from prl.streams.steps import find_steps, read_step, write_step
+from prl.streams.steps import KIND, SCHEMA, find_steps, read_step, write_step
 
 
 def make_microbatch(rng: np.random.Generator, lengths: list[int], first: int, reference: bool = False) -> MicroBatch:
@@ -130,3 +132,56 @@ def test_damage_is_refused(tmp_path):
     published.path.write_bytes(data)
     with pytest.raises(StreamError, match="checksum"):
         read_step(published.path, published.bytes, published.checksum)
+
+
+def rewritten(folder, column: str, change) -> StreamFile:
+    """A step file of which one column of the first micro-batch is another, checksum and all."""
+    made, facts = make_step(np.random.default_rng(0), 7, 2)
+    file = write_step(folder, made, facts, run="run", attempt=1, sequence=0)
+    opened = open_arrow(file.path, read_checked(file.path, file.bytes, file.checksum), KIND, SCHEMA, None)
+    batch, place = opened.batches[0], SCHEMA.names.index(column)
+    values = pa.array([change(batch.column(column).to_pylist()[0])], SCHEMA.field(column).type)
+    columns = [*batch.columns[:place], values, *batch.columns[place + 1 :]]
+    tokens = [len(columns[0].values), len(opened.batches[1].column(0).values)]
+    schema = SCHEMA.with_metadata({**opened.metadata, b"prl.tokens": json.dumps(tokens)})
+    batches = [pa.record_batch(found, schema=schema) for found in (columns, opened.batches[1].columns)]
+    return publish_arrow(folder, "step_00000008", opened.header, encode_file(schema, batches))
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "words"),
+    [
+        ("boundaries", lambda values: [*values[:-1], 10**9], r"boundaries \[0, .*1000000000\] of 1 sequences"),
+        ("boundaries", lambda values: [-5, *values[1:]], r"boundaries \[-5, "),
+        ("boundaries", lambda values: [], r"boundaries \[\] of 1 sequences"),
+        ("rollout", lambda values: [*values, 0], "the parts of its rollout ids differ in number"),
+        ("lags", lambda values: values[:-1], "tokens, but {'lags': "),
+        ("loss_weights", lambda values: [*values, 1.0], "tokens, but {'loss_weights': "),
+        ("tokens", lambda values: [-1, *values[1:]], "tokens below 0"),
+        ("positions", lambda values: [-1, *values[1:]], "positions below 0"),
+        ("group", lambda values: [-1], "group below 0"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_before_anything_is_made_of_it(tmp_path, column, change, words):
+    file = rewritten(tmp_path, column, change)
+    with pytest.raises(StreamError, match=f"micro-batch 0: .*{words}|micro-batch 0: {words}"):
+        read_step(file.path, file.bytes, file.checksum)
+
+
+@pytest.mark.parametrize("denominator", [0.0, -1.0, float("nan"), float("inf"), "12"])
+def test_a_denominator_is_a_positive_number(tmp_path, denominator):
+    made, facts = make_step(np.random.default_rng(0), 7, 2)
+    file = write_step(tmp_path, made, replace(facts, denominator=denominator), run="run", attempt=1, sequence=0)
+    with pytest.raises(StreamError, match="its header speaks of StepFacts"):
+        read_step(file.path, file.bytes, file.checksum)
+
+
+def test_a_step_holds_something_and_is_the_one_that_was_asked_for(tmp_path):
+    empty = write_step(tmp_path, [], StepFacts(7, 1.0, 0, 0, 0), run="run", attempt=1, sequence=0)
+    with pytest.raises(StreamError, match="microbatches=0"):
+        read_step(empty.path, empty.bytes, empty.checksum)
+    made, facts = make_step(np.random.default_rng(0), 7, 2)
+    file = write_step(tmp_path, made, facts, run="run", attempt=1, sequence=1)
+    assert read_step(file.path, file.bytes, file.checksum, step=7).facts == facts
+    with pytest.raises(StreamError, match="holds step 7, wanted step 8"):
+        read_step(file.path, file.bytes, file.checksum, step=8)
