@@ -13,9 +13,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from prl.config.hf_config import read_model_config
+from prl.config.load import load
+from prl.config.schema import Config
 from prl.control.child import Child
 from prl.control.threaded import ThreadedClient
 from prl.metrics import names
+from prl.runfolder.paths import RunFolder
 from prl.streams.steps import read_step
 from prl.trainer.checkpoint import load_checkpoint
 from prl.trainer.engine import Engine, build_engine
@@ -92,6 +95,7 @@ def _train(
 ) -> int:
     """Train until told to stop; returns the last step. Raises FloatingPointError where too many steps in a row are skipped."""
     leader = dist.get_rank() == 0
+    written_by = _writing_run(child.config)
     ended = time.monotonic()
     skipped = 0  # steps in a row
     while True:
@@ -101,10 +105,13 @@ def _train(
         told = time.monotonic()
         client.progress(f"training step {step + 1}")
         data = read_step(
-            child.run.path / file["path"], file["bytes"], file["checksum"], wait_s=child.config.control.lost_after_s
+            child.run.path / file["path"],
+            file["bytes"],
+            file["checksum"],
+            run=written_by,
+            step=step + 1,
+            wait_s=child.config.control.lost_after_s,
         )
-        if data.facts.step != step + 1:
-            raise ValueError(f"{file['path']} holds step {data.facts.step}, but step {step + 1} is due")
         mine = data.deal(parallel_state.get_data_parallel_world_size())[parallel_state.get_data_parallel_rank()]
         microbatches = [data.microbatch(index) for index in mine]
         read = time.monotonic()
@@ -137,6 +144,12 @@ def _train(
         if answer["save"]:
             saver.begin(step)
     return step
+
+
+def _writing_run(config: Config) -> str:
+    """The name of the run whose preprocessor writes the step files: this one, but where another's are trained on again."""
+    replays_files = config.run.replay and config.run.replay_from == "steps"
+    return load(RunFolder(config.run.replay).config).run.name if replays_files else config.run.name
 
 
 def _next_file(

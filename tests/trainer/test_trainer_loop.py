@@ -77,27 +77,16 @@ class Run:
 @pytest.fixture(scope="module", params=["tensor", pytest.param("stages", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, model_folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = new_run(tmp_path_factory.mktemp("run"), model_folders, replace(TRAIN, **LAYOUTS[request.param]))
-    for step in (1, 2, 3):
-        with_ids = [_with_ids(without_reference(batch), step) for batch in microbatches()]
-        figures = {"reward_mean": step / 4}
-        file = write_step(
-            run.folder.steps, with_ids, facts(step), run=str(run.folder), attempt=1, sequence=step, metrics=figures
-        )
-        run.files[step] = {
-            "step": step,
-            "path": str(file.path.relative_to(run.folder.path)),
-            "bytes": file.bytes,
-            "checksum": file.checksum,
-        }
+    run.files = {step: step_file(run.folder, step, "original") for step in (1, 2, 3)}
     return run
 
 
-def new_run(path: Path, model_folders: Path, train: TrainOptions) -> Run:
+def new_run(path: Path, model_folders: Path, train: TrainOptions, name: str = "original", replay: str = "") -> Run:
     folder = RunFolder(path)
     folder.create()
     os.symlink(model_folders / "qwen3", folder.model)
     config = Config(
-        run=RunOptions(folder=str(folder)),
+        run=RunOptions(name=name, folder=str(folder), replay=replay),
         train=train,
         sample=SampleOptions(dtype="float32"),
         control=ControlOptions(wait_s=60.0, start_s=60.0, heartbeat_s=0.2),
@@ -105,6 +94,15 @@ def new_run(path: Path, model_folders: Path, train: TrainOptions) -> Run:
     folder.config.write_text(dump(config))
     create_token(folder.token)
     return Run(folder, train)
+
+
+def step_file(folder: RunFolder, step: int, name: str) -> dict[str, Any]:
+    """The announcement of a step file, by a run of that name."""
+    batches = [_with_ids(without_reference(batch), step) for batch in microbatches()]
+    metrics = {"reward_mean": step / 4}
+    file = write_step(folder.steps, batches, facts(step), run=name, attempt=1, sequence=step, metrics=metrics)
+    path = str(file.path.relative_to(folder.path))
+    return {"step": step, "path": path, "bytes": file.bytes, "checksum": file.checksum}
 
 
 def _with_ids(batch, step):
@@ -242,12 +240,12 @@ def test_a_run_from_its_start_to_its_export(run, results):
     assert json.loads((run.folder.export / "config.json").read_text())["model_type"] == "qwen3"
 
 
-def test_a_resumed_run_goes_on_as_before_and_a_damaged_step_file_ends_it(run):
+def test_a_resumed_run_goes_on_as_before_and_another_runs_step_file_ends_it(run):
     """Depends on the run above, which left the checkpoint."""
     before = dict(run.metrics), run.versions["0:3"]
     run.versions.clear()
     run.stop_after = 9
-    run.files[4] = {**run.files[3], "step": 4, "checksum": "0000000000000000"}
+    run.files[4] = step_file(run.folder, 4, "another")
     environment = {"PRL_RESUME": str(run.folder.checkpoint(2)), "PRL_LINEAGE": "1"}
     assert asyncio.run(start_and_serve(run, environment)) == [1, 1]
 
@@ -256,7 +254,7 @@ def test_a_resumed_run_goes_on_as_before_and_a_damaged_step_file_ends_it(run):
     assert run.metrics[3]["train/kl"] == before[0][3]["train/kl"] > 0  # the reference is the one of before
     assert all(torch.equal(run.versions["1:3"][name], tensor) for name, tensor in before[1].items())
     assert run.failures
-    assert all("checksum" in failure for failure in run.failures)
+    assert all("of run 'another', this is run 'original'" in failure for failure in run.failures)
     assert np.isfinite(run.metrics[3]["train/grad_norm"])
 
 
@@ -279,7 +277,7 @@ def test_a_group_that_breaks_is_left_and_its_version_sent_again_and_so_is_one_th
 
 
 def test_a_run_without_samplers_trains_from_another_runs_step_files(run, results, model_folders, tmp_path):
-    replayed = new_run(tmp_path / "replay", model_folders, run.train)
+    replayed = new_run(tmp_path / "replay", model_folders, run.train, "replay", str(run.folder))
     replayed.has_samplers, replayed.stop_after = False, 2
     for step in (1, 2):
         replayed.files[step] = {**run.files[step], "path": str(run.folder.path / run.files[step]["path"])}

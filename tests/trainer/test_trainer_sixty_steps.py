@@ -72,7 +72,7 @@ def new_run(path: Path, model: Path, train: TrainOptions = TRAIN) -> RunFolder:
     folder.create()
     os.symlink(model, folder.model)
     config = Config(
-        run=RunOptions(folder=str(folder), steps=STEPS),
+        run=RunOptions(name="r", folder=str(folder), steps=STEPS),
         train=train,
         control=ControlOptions(wait_s=120.0, start_s=300.0, heartbeat_s=0.2),
     )
