@@ -24,6 +24,9 @@ TIED = model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True})
 MODELS: dict[str, ModelConfig] = {
     "tied": TIED,
     "values": TIED,  # with a value head
+    "biased": model_config(
+        {key: value for key, value in BASE.items() if key != "head_dim"} | {"model_type": "qwen2", "tie_word_embeddings": False}
+    ),
     "untied": model_config(BASE | {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4}),
     "experts": model_config(
         BASE
@@ -42,7 +45,8 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
     1: {
         "tied": {"one": {}, "one_merged": {}, "one_recomputed": {"recompute": "full"}, "one_half": {"dtype": "bfloat16"}},
         "untied": {"one": {}},
-        "experts": {"one": {}},
+        "biased": {"one": {}},
+        "experts": {"one": {}, "one_recomputed": {"recompute": "selective"}},
         "values": {
             "one": VALUES,
             "one_merged": VALUES,
@@ -63,9 +67,11 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
             "data_shared": SHARED,
         },
         "untied": {"stages": STAGES},
+        "biased": {"tensor": {"tensor_parallel": 2}, "sequence": SPLIT, "stages": STAGES, "data_shared": SHARED},
         "experts": {
             "sequence": SPLIT,
             "experts": {"expert_parallel": 2},
+            "experts_recomputed": {"expert_parallel": 2, "recompute": "full"},
             "experts_idle": {"expert_parallel": 2},
             "sequence_experts": SPLIT | {"expert_parallel": 2},
         },
@@ -143,7 +149,7 @@ def main(folder: Path) -> None:
         parameters = named_parameters(engine.chunks).values()
         kept = [parameter.data for parameter in parameters]
         for parameter in parameters:
-            parameter.data = parameter.main_grad.clone()
+            parameter.data = parameter.main_grad.to(parameter.dtype, copy=True)  # of another it would lose Megatron's hook
         found = exported(engine)
         for parameter, data in zip(parameters, kept, strict=True):
             parameter.data = data
