@@ -88,6 +88,11 @@ def test_half_precision_is_near(results, ranks, model, name):
         assert float(half[f"{step}:train/grad_norm"]) == pytest.approx(float(full[f"{step}:train/grad_norm"]), rel=0.1)
 
 
+def test_recorded_experts_make_other_steps(results):
+    routed, own = (results[1, f"{model}_one"] for model in ("routed", "experts"))
+    assert abs(routed["1:train/loss"] - own["1:train/loss"]) > 1e-3
+
+
 def test_a_value_head_has_a_learning_rate_of_its_own(results):
     """Adam's first two steps are as long as the rate where the gradient keeps its sign: 1e-3 of weights, 10 times that here."""
     found = results[1, "values_one"]
