@@ -27,7 +27,14 @@ from prl.config.checks import check, check_numbers, current_folder, model_of, re
 from prl.config.layout import layout_problems
 from prl.config.load import ConfigError, load, replace
 from prl.config.machine import free_memory_bytes
-from prl.config.memory import describe_memory, fullest_rank, gathered_bytes, microbatch_tokens
+from prl.config.memory import (
+    describe_memory,
+    fullest_rank,
+    gathered_bytes,
+    microbatch_tokens,
+    saved_on_a_node,
+    size_in_words,
+)
 from prl.config.resumed import FIXED_KEYS, resume_changes
 from prl.config.schema import Config
 from prl.control.ports import free_port
@@ -224,22 +231,29 @@ def _check_memory(config: Config, split: Split) -> None:
             f"train.recompute, or lower "
             f"preprocess.pack_tokens; --dry-run shows the parts"
         )
-    ranks = max(component.node.trainer_ranks for component in split.components)
-    _check_node_memory(config, split, ranks, ranks * (memory.on_the_host + (0 if gpus else memory.total)))
+    ranks = _ranks_of_a_node(split)
+    saved = saved_on_a_node(model, config.train, split.world_size, ranks)
+    _check_node_memory(config, split, ranks * (memory.on_the_host + (0 if gpus else memory.total)), saved)
 
 
-def _check_node_memory(config: Config, split: Split, ranks: int, needed: int) -> None:
-    """Of a node's trainer ranks; what a run on this machine's CPUs needs is checked with all else (`machine_problems`)."""
+def _ranks_of_a_node(split: Split) -> int:
+    return max(component.node.trainer_ranks for component in split.components)
+
+
+def _check_node_memory(config: Config, split: Split, held: int, saved: int) -> None:
+    """What a node's trainer ranks hold, and copy for a checkpoint; a run on this machine's CPUs is checked with all else
+    (`machine_problems`)."""
     has, who = config.cluster.memory_per_node_gib, f"cluster.memory_per_node_gib = {config.cluster.memory_per_node_gib}"
     if split.kind == "local":
         if not config.cluster.gpus_per_node:
             return
         has = free_memory_bytes() / 2**30
         who = f"this machine has {has:.1f} GiB of memory free"
-    if has is not None and needed > has * 2**30:
+    if has is not None and held + saved > has * 2**30:
         how = ", with train.optimizer_offload = true" if config.train.optimizer_offload else ""
         raise ConfigError(
-            f"{who}: a node's {ranks} trainer ranks need about {needed / 2**30:.1f} GiB{how}; give it more, or fewer of them"
+            f"{who}: a node's {_ranks_of_a_node(split)} trainer ranks need about {size_in_words(held + saved)}{how}, "
+            f"{size_in_words(saved)} of it for the copy that a checkpoint is written from; give it more, or fewer of them"
         )
 
 
@@ -257,6 +271,8 @@ def _show(config: Config, split: Split, folder: RunFolder, attempt: int) -> None
     model = model_of(config)
     if model is not None and not any(layout_problems(config.train, model)):
         print(describe_memory(model, config.train, split.world_size, microbatch_tokens(config), gathered_bytes(config, model)))
+        saved = saved_on_a_node(model, config.train, split.world_size, _ranks_of_a_node(split))
+        print(f"  a checkpoint is written from a copy of up to {size_in_words(saved)} in the memory of a node")
     if split.kind != "local":
         print(f"\nbatch script:\n{submission.script_for(config, split, folder, attempt)}")
 

@@ -17,7 +17,7 @@ from prl.config.load import ConfigError, out_of_bounds, replace, shown
 from prl.config.loss_checks import loss_problems, loss_warnings
 from prl.config.machine import free_memory_bytes, machine_problems
 from prl.config.model_files import tokenizer_problems, weight_problems
-from prl.config.optimizer_checks import optimizer_problems
+from prl.config.optimizer_checks import optimizer_problems, optimizer_warnings
 from prl.config.schema import Config
 from prl.trainer.options import ModelOptions
 
@@ -460,7 +460,7 @@ def _sbatch(config: Config) -> Iterator[str]:
 
 
 def _warnings(config: Config) -> list[str]:
-    found = list(loss_warnings(config))
+    found = [*loss_warnings(config), *optimizer_warnings(config)]
     for key, value in (("temperature", config.actor.temperature), ("top_p", config.actor.top_p)):
         if value != 1:
             found.append(f"actor.{key} = {value}: training assumes 1; the importance ratios will be biased")

@@ -30,6 +30,10 @@ def loss_problems(config: Config) -> Iterator[str]:
     changing = [name for name in ("kl_coefficient_end", "entropy_coefficient_end") if getattr(train, name) is not None]
     if changing and train.coefficient_steps is None:
         yield f"train.{changing[0]} = {getattr(train, changing[0])}: over how many steps? Set train.coefficient_steps"
+    for name in changing:
+        start = name.removesuffix("_end")
+        if getattr(train, name) == getattr(train, start):
+            yield f"train.{name} = {getattr(train, name)}: is what train.{start} is already; set null, or another end"
     if train.coefficient_steps is not None and not changing:
         yield (
             f"train.coefficient_steps = {train.coefficient_steps}: no weight changes; set train.kl_coefficient_end or "

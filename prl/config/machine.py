@@ -7,7 +7,7 @@ import psutil
 
 from prl.config.hf_config import ModelConfig
 from prl.config.layout import Layout, layout_of
-from prl.config.memory import microbatch_tokens, rank_memory, rank_parameters
+from prl.config.memory import microbatch_tokens, rank_memory, rank_parameters, saved_on_a_node
 from prl.config.schema import Config
 
 _MIB = 1024**2
@@ -45,8 +45,8 @@ def machine_problems(config: Config, model: ModelConfig | None, memory_bytes: in
 
 
 def estimate_memory_bytes(config: Config, model: ModelConfig) -> int:
-    """What a run on this machine alone needs, without accelerators: processes, weights, optimizer, KV caches and
-    the activations of the largest micro-batch that a step can have."""
+    """What a run on this machine alone needs, without accelerators: processes, weights, optimizer, KV caches,
+    the activations of the largest micro-batch that a step can have and the copy that a checkpoint is written from."""
     parameters = count_parameters(model)
     ranks = config.cluster.train_devices or layout_of(config.train).unit
     stages = config.train.pipeline_parallel
@@ -59,6 +59,7 @@ def estimate_memory_bytes(config: Config, model: ModelConfig) -> int:
     return (
         ranks * _TRAINER_BYTES
         + ranks // stages * sum(trained)
+        + saved_on_a_node(model, config.train, ranks, ranks)
         + parameters * _LOADING_BYTES
         # weights twice: those in use and the version that arrives
         + replicas * (_SAMPLER_BYTES + 2 * sampled + (config.sample.kv_cache_mib or 0) * _MIB)

@@ -13,6 +13,9 @@ and feed-forward widths are divided by the tensor parallelism, the rest only wit
 holds as many micro-batches as there are stages (one-forward-one-backward schedule; with v turns (p - 1) / (p v) more, ibid.,
 section 4.2.3).
 
+A checkpoint is written from a copy in the host's memory, of parameters, optimizer's state and proximal policy. Of ranks that
+hold the same, the first one makes it; a distributed optimizer's state is gathered there, with the parameters in float32.
+
 Fragmentation, communication buffers and what torch and the kernels keep for themselves are not in it: leave some room.
 """
 
@@ -90,18 +93,16 @@ def rank_memory(
     """Of a rank of pipeline stage `stage`, of `ranks` in all, whose micro-batches have up to `tokens` tokens. A rank of the
     first stage gathers the whole model, `sent_bytes`, for the samplers."""
     layout = layout_of(train)
-    held = rank_parameters(model, layout, stage)
+    held, new, trained = _all_parameters(model, train, layout, stage)
     each = _FLOAT32 if train.dtype == "float32" else 2
     state = 2 * _FLOAT32 + (_FLOAT32 if train.dtype != "float32" else 0)
-    adapters = _adapter_parameters(model, layout, train.lora_rank)
     last = stage == layout.pipeline - 1
-    new = adapters + model.hidden_size * (train.value_head and last)
-    trained = RankParameters(new, 0) if adapters else RankParameters(held.shared + new, held.experts)
     shared, experts = trained.shared, trained.experts
     if train.distributed_optimizer:
         shared = -(-shared // (ranks // (layout.tensor * layout.pipeline)))
         experts = -(-experts // (ranks // (layout.expert * layout.pipeline)))
-    merged = held.all if adapters and train.recompute != "full" else 0  # weights with their adapters, for the backward pass
+    # Weights with their adapters, for the backward pass.
+    merged = held.all if train.lora_rank and train.recompute != "full" else 0
     columns = model.padded_vocabulary(layout.tensor) // layout.tensor
     return RankMemory(
         parameters=(held.all + new) * each,
@@ -113,6 +114,39 @@ def rank_memory(
         sending=sent_bytes if stage == 0 else 0,
         on_the_host=(shared + experts) * (state + _FLOAT32) if train.optimizer_offload else 0,
     )
+
+
+def saved_bytes(model: ModelConfig, train: TrainOptions, ranks: int, rank: int) -> int:
+    """Of the copy from which a rank writes its part of a checkpoint; 0 where others write all that it holds."""
+    layout = layout_of(train)
+    stage, place = divmod(rank, ranks // layout.pipeline)
+    held, new, trained = _all_parameters(model, train, layout, stage)
+    each = 2 if train.dtype == "bfloat16" else _FLOAT32
+    copies = each * (1 + (train.proximal == "previous"))
+    state = (3 if train.distributed_optimizer or train.dtype == "bfloat16" else 2) * _FLOAT32
+    shared = held.shared * copies + new * each + trained.shared * state
+    experts = held.experts * copies + trained.experts * state
+    return shared * (place < layout.tensor * layout.context) + experts * (place < layout.expert)
+
+
+def saved_on_a_node(model: ModelConfig, train: TrainOptions, ranks: int, of_node: int) -> int:
+    """Bytes of these copies on the node that has most of them, of nodes with `of_node` ranks each."""
+    saved = [saved_bytes(model, train, ranks, rank) for rank in range(ranks)]
+    return max(sum(saved[first : first + of_node]) for first in range(0, ranks, of_node))
+
+
+def size_in_words(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def _all_parameters(
+    model: ModelConfig, train: TrainOptions, layout: Layout, stage: int
+) -> tuple[RankParameters, int, RankParameters]:
+    """Of a rank: the model's, what adapters and a value head add, and those that are trained."""
+    held = rank_parameters(model, layout, stage)
+    adapters = _adapter_parameters(model, layout, train.lora_rank)
+    new = adapters + model.hidden_size * (train.value_head and stage == layout.pipeline - 1)
+    return held, new, RankParameters(new, 0) if adapters else RankParameters(held.shared + new, held.experts)
 
 
 def _adapter_parameters(model: ModelConfig, layout: Layout, rank: int) -> int:
@@ -149,10 +183,10 @@ def describe_memory(model: ModelConfig, train: TrainOptions, ranks: int, tokens:
     """The estimate for the fullest rank in a line or two."""
     stage, memory = fullest_rank(model, train, ranks, tokens, sent_bytes)
     of_stage = f" of stage {stage}" if train.pipeline_parallel > 1 else ""
-    parts = ", ".join(f"{name.replace('_', ' ')} {_size(size)}" for name, size in asdict(memory).items() if size)
+    parts = ", ".join(f"{name.replace('_', ' ')} {size_in_words(size)}" for name, size in asdict(memory).items() if size)
     return (
-        f"  a trainer rank{of_stage} needs about {_size(memory.total)}, beside buffers and fragments, for micro-batches of "
-        f"{tokens} tokens:\n    {parts}"
+        f"  a trainer rank{of_stage} needs about {size_in_words(memory.total)}, beside buffers and fragments, for "
+        f"micro-batches of {tokens} tokens:\n    {parts}"
     )
 
 
@@ -175,7 +209,3 @@ def _activations(model: ModelConfig, train: TrainOptions, layout: Layout, tokens
     kept = attention + feed_forward - again
     last = tokens * model.hidden_size if stage == layout.pipeline - 1 else 0  # for the output layer, on every rank whole
     return int(layers * in_flight * kept) + again + last
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:.1f} GiB" if count >= _GIB / 10 else f"{count / 2**20:.1f} MiB"

@@ -21,6 +21,11 @@ def optimizer_problems(config: Config) -> Iterator[str]:
             f"train.min_learning_rate = {train.min_learning_rate}: is above train.learning_rate = {train.learning_rate}, from "
             f"which the rate falls; lower it"
         )
+    elif last < config.run.steps and not train.min_learning_rate:
+        yield (
+            f"train.schedule_steps = {last}: from there on the learning rate is train.min_learning_rate = 0, and the steps to "
+            f"run.steps = {config.run.steps} would change nothing; set null, or a min_learning_rate"
+        )
     if train.optimizer_offload:
         key = "train.optimizer_offload = true"
         if not config.cluster.gpus_per_node:
@@ -39,4 +44,13 @@ def optimizer_problems(config: Config) -> Iterator[str]:
         yield (
             f"train.checkpoint_keep_every_steps = {train.checkpoint_keep_every_steps}: is no multiple of "
             f"train.checkpoint_every_steps = {train.checkpoint_every_steps}; most of those steps have no checkpoint"
+        )
+
+
+def optimizer_warnings(config: Config) -> Iterator[str]:
+    train, steps = config.train, config.run.steps
+    if train.schedule == "constant" and train.warmup_steps > steps:
+        yield (
+            f"train.warmup_steps = {train.warmup_steps}: is more than run.steps = {steps}, so that the learning rate never "
+            f"reaches train.learning_rate = {train.learning_rate}"
         )

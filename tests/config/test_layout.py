@@ -6,7 +6,15 @@ import pytest
 
 from prl.config.hf_config import model_config
 from prl.config.layout import layout_of, layout_problems
-from prl.config.memory import describe_memory, fullest_rank, gathered_bytes, rank_memory, rank_parameters
+from prl.config.memory import (
+    describe_memory,
+    fullest_rank,
+    gathered_bytes,
+    rank_memory,
+    rank_parameters,
+    saved_bytes,
+    saved_on_a_node,
+)
 from prl.config.schema import Config
 from prl.sampler.options import SampleOptions
 from prl.trainer.options import TrainOptions
@@ -191,6 +199,21 @@ def test_the_whole_model_is_gathered_for_the_samplers_between_steps():
     assert sending.total == without.between_steps + 2 * count > without.total
     staged = train(**options, pipeline_parallel=2)
     assert rank_memory(QWEN_7B, staged, 8, 1024, 1, sent_bytes=2 * count).sending == 0
+
+
+def test_the_first_of_the_ranks_that_hold_the_same_copies_it_for_a_checkpoint():
+    """Weight 2, float32 copy and two moments 12 bytes a parameter. Of 16 ranks as 2 stages of 4 tensor-parallel ones, 0 to 3
+    are the first of one stage and 8 to 11 of the other."""
+    options = train(dtype="bfloat16", tensor_parallel=4, pipeline_parallel=2)
+    saved = [saved_bytes(QWEN_7B, options, 16, rank) for rank in range(16)]
+    stages = [14 * rank_parameters(QWEN_7B, layout_of(options), stage).all for stage in (0, 1)]
+    assert saved == [stages[0]] * 4 + [0] * 4 + [stages[1]] * 4 + [0] * 4
+    assert saved_on_a_node(QWEN_7B, options, 16, 8) == 4 * max(stages)
+    assert saved_on_a_node(QWEN_7B, options, 16, 2) == 2 * max(stages)
+    experts = train(dtype="bfloat16", expert_parallel=4)
+    held = rank_parameters(QWEN_30B, layout_of(experts), 0)
+    found = [saved_bytes(QWEN_30B, experts, 8, rank) for rank in range(8)]
+    assert found == [14 * held.all, *[14 * held.experts] * 3, 0, 0, 0, 0]
 
 
 def test_the_estimate_in_words():

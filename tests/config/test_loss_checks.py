@@ -48,7 +48,15 @@ def test_defaults_are_each_losses_own():
         ),
         ({"kl_estimator": "k2"}, "train.kl_estimator = k2: has no effect without a train.kl_coefficient"),
         ({"kl_place": "reward"}, "train.kl_place = reward: has no effect without a train.kl_coefficient"),
-        ({"entropy_coefficient_end": 0.0}, "train.entropy_coefficient_end = 0.0: over how many steps?"),
+        ({"entropy_coefficient_end": 0.1}, "train.entropy_coefficient_end = 0.1: over how many steps?"),
+        (
+            {"entropy_coefficient_end": 0.0, "coefficient_steps": 5},
+            "train.entropy_coefficient_end = 0.0: is what train.ent",
+        ),
+        (
+            {**KL, "kl_coefficient_end": 0.1, "coefficient_steps": 5},
+            "train.kl_coefficient_end = 0.1: is what train.kl_c",
+        ),
         ({"coefficient_steps": 5}, "train.coefficient_steps = 5: no weight changes"),
     ],
 )

@@ -15,21 +15,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 from trainer_data import BASE, facts, merged, microbatches, without_reference
 
 from prl.config.hf_config import ModelConfig, model_config
+from prl.streams.records import MicroBatch
 from prl.trainer.options import TrainOptions
 
 OPTIONS = TrainOptions(
     learning_rate=1e-3, clip_grad=1e6, entropy_coefficient=0.01, kl_coefficient=0.1, weight_decay=0.01, reference="initial"
 )
 TIED = model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True})
+EXPERTS = model_config(
+    BASE
+    | {"model_type": "qwen3_moe", "tie_word_embeddings": False, "num_hidden_layers": 2}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+)
 MODELS: dict[str, ModelConfig] = {
     "tied": TIED,
     "values": TIED,  # with a value head
-    "untied": model_config(BASE | {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4}),
-    "experts": model_config(
-        BASE
-        | {"model_type": "qwen3_moe", "tie_word_embeddings": False, "num_hidden_layers": 2}
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    "biased": model_config(
+        {key: value for key, value in BASE.items() if key != "head_dim"} | {"model_type": "qwen2", "tie_word_embeddings": False}
     ),
+    "untied": model_config(BASE | {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4}),
+    "experts": EXPERTS,
+    "routed": EXPERTS,  # tokens go to experts that were recorded
 }
 SPLIT = {"tensor_parallel": 2, "sequence_parallel": True}
 STAGES = {"pipeline_parallel": 2}
@@ -42,7 +48,9 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
     1: {
         "tied": {"one": {}, "one_merged": {}, "one_recomputed": {"recompute": "full"}, "one_half": {"dtype": "bfloat16"}},
         "untied": {"one": {}},
-        "experts": {"one": {}},
+        "biased": {"one": {}},
+        "experts": {"one": {}, "one_recomputed": {"recompute": "selective"}},
+        "routed": {"one": {}, "one_recomputed": {"recompute": "full"}},
         "values": {
             "one": VALUES,
             "one_merged": VALUES,
@@ -63,11 +71,18 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
             "data_shared": SHARED,
         },
         "untied": {"stages": STAGES},
+        "biased": {"tensor": {"tensor_parallel": 2}, "sequence": SPLIT, "stages": STAGES, "data_shared": SHARED},
         "experts": {
             "sequence": SPLIT,
             "experts": {"expert_parallel": 2},
+            "experts_recomputed": {"expert_parallel": 2, "recompute": "full"},
             "experts_idle": {"expert_parallel": 2},
             "sequence_experts": SPLIT | {"expert_parallel": 2},
+        },
+        "routed": {
+            "sequence_experts": SPLIT | {"expert_parallel": 2},
+            "stages_recomputed": STAGES | {"recompute": "full"},
+            "data": {},
         },
         "values": {
             "tensor": VALUES | {"tensor_parallel": 2},
@@ -143,7 +158,7 @@ def main(folder: Path) -> None:
         parameters = named_parameters(engine.chunks).values()
         kept = [parameter.data for parameter in parameters]
         for parameter in parameters:
-            parameter.data = parameter.main_grad.clone()
+            parameter.data = parameter.main_grad.to(parameter.dtype, copy=True)  # of another it would lose Megatron's hook
         found = exported(engine)
         for parameter, data in zip(parameters, kept, strict=True):
             parameter.data = data
@@ -203,6 +218,8 @@ def main(folder: Path) -> None:
         found = {f"start:{key}": value for key, value in (exported(engine) | value_head(engine, channel, "data")).items()}
         found["reference"] = np.array(str(engine.reference.digest if engine.reference else None))
         batches = [without_reference(batch) for batch in microbatches()]
+        if model == "routed":
+            batches = [routed(batch, seed) for seed, batch in enumerate(batches)]
         if name.endswith(("_merged", "_idle")):
             batches = [merged(batches)]
         mine = batches[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
@@ -228,6 +245,14 @@ def main(folder: Path) -> None:
             if len(sys.argv) < 3 or sys.argv[2] in f"{model}_{name}":
                 steps_of(model, name, replace(OPTIONS, **changes))  # type: ignore[arg-type]
     stop_groups()
+
+
+def routed(batch: MicroBatch, seed: int) -> MicroBatch:
+    """With two of four experts for each token and layer, as if a sampler had recorded them; none for the first tokens."""
+    every = np.tile(np.arange(4, dtype=np.int16), (len(batch.tokens), 2, 1))
+    found = np.random.default_rng(seed).permuted(every, axis=-1)[:, :, :2]
+    found[:3] = -1
+    return replace(batch, routings=found)
 
 
 def _nearly(one: dict[str, float], other: dict[str, float]) -> bool:

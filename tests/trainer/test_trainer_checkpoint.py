@@ -2,12 +2,17 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_worker import LAYOUTS, origins
+from checkpoint_worker import LAYOUTS, MODELS, OPTIONS, SHARED, origins
 from ranks import Results, run_ranks
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from prl.config.memory import saved_bytes
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 RESUMES = [
@@ -44,6 +49,37 @@ def test_a_checkpoint_may_have_a_proximal_policy_that_is_not_asked_for_or_lack_o
     assert np.isfinite(found["unasked"]).all()
     went_on = saved[1, "went_on_proximal_one"]["steps"]
     assert abs(found["own_instead"][0, 1] / went_on[0, 1] - 1) > 0.01  # so that the tests above see whether it is there
+
+
+def bytes_of_tensors(checkpoint: Path, ranks: int) -> list[int]:
+    """What each rank has written."""
+    metadata, found = FileSystemReader(checkpoint).read_metadata(), [0] * ranks
+    for index, place in metadata.storage_data.items():
+        saved = metadata.state_dict_metadata[index.fqn]
+        if isinstance(saved, TensorStorageMetadata):
+            (chunk,) = (chunk for chunk in saved.chunks if chunk.offsets == index.offset)
+            found[int(place.relative_path.split("_")[2])] += chunk.sizes.numel() * saved.properties.dtype.itemsize
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [*((model, "one") for model in MODELS), ("dense", "one_shared"), ("experts", "one_shared")]
+)
+def test_a_checkpoint_has_the_bytes_that_were_said(saved, model, layout):
+    options = replace(OPTIONS[model], **(SHARED if layout == "one_shared" else {}))
+    found = bytes_of_tensors(saved.folder / "ranks_1" / model / layout / "trainer", 1)
+    assert found == [saved_bytes(MODELS[model], options, 1, 0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout"), [(model, layout) for model, splits in LAYOUTS.items() for layout in splits])
+def test_each_rank_writes_what_was_said(split, model, layout):
+    """But for norms, of which one tensor-parallel rank writes all, and a tied output layer, which the first stage writes."""
+    found = bytes_of_tensors(split.folder / "ranks_2" / model / layout / "trainer", 2)
+    options = replace(OPTIONS[model], **LAYOUTS[model][layout])
+    for rank in range(2):
+        said = saved_bytes(MODELS[model], options, 2, rank)
+        assert 0.9 * said <= found[rank] <= said
 
 
 @pytest.mark.slow

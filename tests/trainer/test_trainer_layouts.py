@@ -83,8 +83,14 @@ def test_weights_after_some_steps_are_those_of_one_rank(results, ranks, model, n
 )
 def test_half_precision_is_near(results, ranks, model, name):
     half, full = results[ranks, f"{model}_{name}"], results[1, f"{model}_one"]
-    assert float(half["1:train/loss"]) == pytest.approx(float(full["1:train/loss"]), abs=0.05)
-    assert float(half["1:train/grad_norm"]) == pytest.approx(float(full["1:train/grad_norm"]), rel=0.1)
+    for step in (1, 2):
+        assert float(half[f"{step}:train/loss"]) == pytest.approx(float(full[f"{step}:train/loss"]), abs=0.05)
+        assert float(half[f"{step}:train/grad_norm"]) == pytest.approx(float(full[f"{step}:train/grad_norm"]), rel=0.1)
+
+
+def test_recorded_experts_make_other_steps(results):
+    routed, own = (results[1, f"{model}_one"] for model in ("routed", "experts"))
+    assert abs(routed["1:train/loss"] - own["1:train/loss"]) > 1e-3
 
 
 def test_a_value_head_has_a_learning_rate_of_its_own(results):
