@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError, model_config, new_model_config, read_model_config
-from prl.config.layout import layout_problems, tensor_misfit
+from prl.config.layout import context_problems, layout_problems, tensor_misfit
 from prl.config.load import ConfigError, out_of_bounds, replace, shown
 from prl.config.loss_checks import loss_problems, loss_warnings
 from prl.config.machine import free_memory_bytes, machine_problems
@@ -108,7 +108,11 @@ def check_numbers(config: Config) -> None:
 def shape_problems(config: Config) -> list[str]:
     """What keeps the model, as far as it is known, from being laid out over devices as the configuration says."""
     model = model_of(config)
-    return [*layout_problems(config.train, model), *(_fit(config, model) if model is not None else ())]
+    return [
+        *layout_problems(config.train, model),
+        *context_problems(config.train, model, config.cluster.gpus_per_node),
+        *(_fit(config, model) if model is not None else ()),
+    ]
 
 
 def check(config: Config, *, resume: bool = False, memory_bytes: int | None = None) -> list[str]:
@@ -123,6 +127,7 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     problems += loss_problems(config)
     problems += optimizer_problems(config)
     problems += layout_problems(config.train, model)
+    problems += context_problems(config.train, model, config.cluster.gpus_per_node)
     problems += _engine_args(config)
     problems += _domains(config)
     if model is not None:

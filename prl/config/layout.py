@@ -51,12 +51,6 @@ def layout_of(train: TrainOptions) -> Layout:
 def layout_problems(train: TrainOptions, model: ModelConfig | None) -> Iterator[str]:
     """What keeps a model from being laid out so, but for its tensor parallelism (see `tensor_misfit`); a model that is not
     known is left out of account."""
-    if train.context_parallel > 1:
-        yield (
-            f"train.context_parallel = {train.context_parallel}: a token's attention to those on other ranks needs Transformer "
-            f"Engine, for which this version does not split sequences; set 1, and train.tensor_parallel or train.recompute "
-            f"against long sequences"
-        )
     if train.sequence_parallel and train.tensor_parallel == 1:
         yield "train.sequence_parallel = true: needs train.tensor_parallel above 1; switch it off"
     if train.virtual_pipeline > 1 and train.pipeline_parallel == 1:
@@ -86,6 +80,28 @@ def layout_problems(train: TrainOptions, model: ModelConfig | None) -> Iterator[
         yield (
             f"train.tensor_parallel = {train.tensor_parallel}: a model with experts then needs train.sequence_parallel: true, "
             f"so that each token goes to its experts once"
+        )
+
+
+def context_problems(train: TrainOptions, model: ModelConfig | None, gpus_per_node: int) -> Iterator[str]:
+    """What keeps ranks from sharing sequences. Their attention is Transformer Engine's, with keys and values that go round
+    (ring attention, Liu et al. 2023, arXiv 2310.01889); which kernels it has for that decides."""
+    if train.context_parallel == 1:
+        return
+    key = f"train.context_parallel = {train.context_parallel}"
+    if not gpus_per_node:
+        yield (
+            f"{key}: a token's attention to those on other ranks is Transformer Engine's, which needs accelerators; set "
+            f"cluster.gpus_per_node, or 1 here"
+        )
+    elif train.dtype != "bfloat16":
+        yield f"{key}: Transformer Engine's attention over several ranks is for bfloat16; set train.dtype: bfloat16, or 1 here"
+    if train.lora_rank:
+        yield f"{key}: needs Transformer Engine, in whose layers there are no adapters; set train.lora_rank: 0, or 1 here"
+    if model is not None and model.window:
+        yield (
+            f"{key}: Transformer Engine's attention over several ranks knows no window, which this model has; set 1, and "
+            f"train.tensor_parallel or train.recompute against long sequences"
         )
 
 

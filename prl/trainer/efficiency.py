@@ -13,6 +13,7 @@ from prl.config.hf_config import ModelConfig
 from prl.metrics import names
 from prl.streams.records import MicroBatch
 from prl.trainer import device
+from prl.trainer.context import computed_tokens
 from prl.trainer.flops import peak_flops, step_flops
 from prl.trainer.options import TrainOptions
 
@@ -41,8 +42,8 @@ def efficiency(
 ) -> dict[str, float]:
     """Metrics over all ranks, equal on all of them, of a step that took this rank `seconds` for its `microbatches`; for want of
     any it `computed` an idle one. A collective of all ranks."""
-    share = options.tensor_parallel
-    slots = sum(-(-len(batch.tokens) // share) * share for batch in computed)  # as batch.to_device pads them
+    tensor, context = options.tensor_parallel, options.context_parallel
+    slots = context * sum(computed_tokens(batch.boundaries, tensor, context) for batch in computed)
     lengths = np.concatenate([np.diff(batch.boundaries).astype(np.int64) for batch in microbatches] or [np.zeros(0, np.int64)])
     on_device = device.device()
     flops_here = step_flops(config, lengths, frozen=options.lora_rank > 0)

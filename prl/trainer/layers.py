@@ -30,6 +30,11 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 
     def __init__(self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **unused: Any) -> None:
         super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError(
+                f"train.context_parallel = {config.context_parallel_size}: attention to other ranks' tokens needs Transformer "
+                f"Engine and an accelerator, which are not both there; install it where trainers run, or set 1"
+            )
         self.scale = softmax_scale
         self.before = config.window_size[0] if config.window_size else None  # tokens that one looks back to
 

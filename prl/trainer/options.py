@@ -44,7 +44,11 @@ class TrainOptions:
     expert_parallel: Annotated[
         int, "ranks that share a layer's experts, each expert being whole on one; for mixtures of experts", AtLeast(1)
     ] = 1
-    context_parallel: Annotated[int, "ranks that share a sequence; above 1 it needs Transformer Engine", AtLeast(1)] = 1
+    context_parallel: Annotated[
+        int,
+        "ranks that share the tokens of each sequence; above 1: with accelerators, Transformer Engine and dtype: bfloat16",
+        AtLeast(1),
+    ] = 1
     distributed_optimizer: Annotated[
         bool, "split the optimizer's state over the data-parallel ranks instead of keeping all of it on each"
     ] = False

@@ -67,20 +67,26 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     boundaries: Tensor | None = None  # [S + 1] int32
     positions: Tensor | None = None  # [T], from 0 in each sequence
-    layout: Buckets | None = None
+    layout: Buckets | None = None  # None in a context group
     rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines of the rotary angles [T, 1, 1, head_dim / 2], once known
     routings: Tensor | None = None  # [T, layers, experts a token] int64, the experts that a token goes to; -1: not given
 
 
 def packed_sequences(boundaries: npt.NDArray[np.int32], positions: Tensor, routings: Tensor | None = None) -> PackedSequences:
-    """`boundaries` [S + 1] of S sequences, `positions` [T] and `routings` on the device that computes."""
+    """`boundaries` [S + 1] of S sequences, `positions` [T] and `routings` on the device that computes. In a context group these
+    two are of the rank's own slots, the boundaries of the filled-up sequences (see `context`)."""
     longest = int(np.diff(boundaries).max())
+    shared = len(positions) < boundaries[-1]
     starts = torch.from_numpy(boundaries.astype(np.int32)).to(positions.device)
     if has_transformer_engine():
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=starts,
             cu_seqlens_kv=starts,
+            # Asked for over several ranks. Filling counts as part of its sequence: between sequences it would take cuDNN's
+            # attention alone, and nothing looks at it.
+            cu_seqlens_q_padded=starts if shared else None,
+            cu_seqlens_kv_padded=starts if shared else None,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             routings=routings,
@@ -92,7 +98,7 @@ def packed_sequences(boundaries: npt.NDArray[np.int32], positions: Tensor, routi
         max_seqlen_kv=longest,
         boundaries=starts,
         positions=positions,
-        layout=buckets(boundaries, positions.device),
+        layout=None if shared else buckets(boundaries, positions.device),
         routings=routings,
     )
 

@@ -19,8 +19,8 @@ from prl.trainer.options import TrainOptions
 
 def start_groups(options: TrainOptions, *, timeout_s: float) -> None:
     """Join the trainer's group (rank, size and address come from the environment, as torchrun sets them) and split it for
-    Megatron: neighbouring ranks are tensor-parallel, pipeline stages lie farthest apart, the rest is data parallelism. No
-    collective waits longer than `timeout_s`."""
+    Megatron: neighbouring ranks are tensor-parallel, neighbouring such groups context-parallel, pipeline stages lie farthest
+    apart, the rest is data parallelism. No collective waits longer than `timeout_s`."""
     if not dist.is_initialized():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, timeout_s)
@@ -55,7 +55,8 @@ def stop_groups() -> None:
 def shares_weights() -> bool:
     """Whether this rank takes part in gathering the whole model: one of each tensor-parallel shard and pipeline stage does, and
     every rank where experts are spread over the data-parallel ones."""
-    return bool(parallel_state.get_data_parallel_rank() == 0 or parallel_state.get_expert_model_parallel_world_size() > 1)
+    first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    return bool(first or parallel_state.get_expert_model_parallel_world_size() > 1)
 
 
 def broadcast_json(

@@ -1,6 +1,5 @@
 """Micro-batches through the chunks of a model by Megatron's schedules."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from prl.streams.records import MicroBatch
 from prl.trainer.batch import Batch, to_device
+from prl.trainer.context import computed_tokens
 
 LossOf = Callable[..., Any]  # of the last chunk's output
 ForwardStep = Callable[[Iterator[tuple[int, Batch]], torch.nn.Module], tuple[Tensor, LossOf]]
@@ -59,9 +59,10 @@ class _Neighbours(P2PCommunicator):  # type: ignore[misc]
 
     def __init__(self, stages: dist.ProcessGroup, config: TransformerConfig, batches: Sequence[MicroBatch]) -> None:
         super().__init__(stages, config)
-        lengths = [math.ceil(len(batch.tokens) / config.tensor_model_parallel_size) for batch in batches]
-        if not config.sequence_parallel:
-            lengths = [length * config.tensor_model_parallel_size for length in lengths]
+        tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+        lengths = [computed_tokens(batch.boundaries, tensor, context) for batch in batches]
+        if config.sequence_parallel:
+            lengths = [length // tensor for length in lengths]
         turns = config.virtual_pipeline_model_parallel_size or 1
         order = get_schedule_table(len(batches), turns, config.microbatch_group_size_per_vp_stage)
         first, last = stages.rank() == 0, stages.rank() == stages.size() - 1
@@ -79,5 +80,9 @@ class _Neighbours(P2PCommunicator):  # type: ignore[misc]
 
 
 def _on_device(batches: Sequence[MicroBatch]) -> Iterator[tuple[int, Batch]]:
+    tensor_parallel, context = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_group(),
+    )
     for number, batch in enumerate(batches):
-        yield number, to_device(batch, parallel_state.get_tensor_model_parallel_world_size())
+        yield number, to_device(batch, tensor_parallel, context_rank=context.rank(), context_parallel=context.size())

@@ -12,6 +12,7 @@ from torch import Tensor
 from prl.config.hf_config import ModelConfig
 from prl.streams.records import MicroBatch
 from prl.trainer.batch import Batch
+from prl.trainer.context import joined
 from prl.trainer.head import hidden_states, token_logprobs
 from prl.trainer.lora import is_adapter, merged
 from prl.trainer.mapping import export_weights, load_weights
@@ -49,7 +50,7 @@ class FrozenPolicy:
         _, batch = next(batches)
 
         def logprobs_of(output: Tensor, **unused: bool) -> Tensor:
-            return token_logprobs(model, output, batch.targets, self.config, self.options)[0]
+            return joined(token_logprobs(model, output, batch.targets, self.config, self.options)[0], batch.cut)
 
         return hidden_states(model, batch), logprobs_of
 

@@ -13,6 +13,7 @@ from prl.metrics import names
 from prl.streams.records import MicroBatch, StepFacts
 from prl.trainer import device
 from prl.trainer.batch import Batch, idle_microbatch
+from prl.trainer.context import joined
 from prl.trainer.efficiency import Stopwatch, efficiency
 from prl.trainer.engine import Engine, optimizer_step
 from prl.trainer.head import hidden_states, token_logprobs
@@ -96,7 +97,8 @@ def _forward_step(
     reference_logprobs: Sequence[Tensor] | None,
     proximal_logprobs: Sequence[Tensor] | None,
 ) -> ForwardStep:
-    # Megatron's schedule divides by the micro-batches, its data parallelism by the ranks; our denominator already is global.
+    # Megatron's schedule divides by the micro-batches, its data parallelism by the ranks (also by those of a context group, by
+    # which the schedule multiplies); our denominator already is global.
     scale = microbatches * parallel_state.get_data_parallel_world_size()
 
     def forward_step(batches: Iterator[tuple[int, Batch]], model: torch.nn.Module) -> tuple[Tensor, LossOf]:
@@ -109,10 +111,11 @@ def _forward_step(
             if proximal_logprobs is not None:
                 own = replace(own, proximal_logprobs=proximal_logprobs[number])
             options = engine.options
-            logprobs, entropies = token_logprobs(model, output, own.targets, engine.config, options)
+            found_here = token_logprobs(model, output, own.targets, engine.config, options)
+            logprobs, entropies = (joined(x, own.cut) for x in found_here)
             values = None
             if options.value_head:
-                values = token_values(unwrap(model), output, stop_gradient=options.value_stop_gradient)
+                values = joined(token_values(unwrap(model), output, stop_gradient=options.value_stop_gradient), own.cut)
             found = objective(own, logprobs, entropies, facts, options, values)
             measures.add(own, found, logprobs.detach(), entropies.detach())
             return found.loss * scale, {}

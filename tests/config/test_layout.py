@@ -5,7 +5,7 @@ import re
 import pytest
 
 from prl.config.hf_config import model_config
-from prl.config.layout import layout_of, layout_problems
+from prl.config.layout import context_problems, layout_of, layout_problems
 from prl.config.memory import (
     describe_memory,
     fullest_rank,
@@ -46,6 +46,7 @@ EXPERTS = {
     "vocab_size": 151936,
 }
 QWEN_30B = model_config(SIZES | EXPERTS)  # Qwen3-30B-A3B
+WINDOWED = model_config(SIZES | {"model_type": "mistral", "sliding_window": 4096})
 GIB = 2**30
 
 
@@ -64,7 +65,6 @@ def train(**options):
         ({"lora_rank": 4}, QWEN_30B, "train.lora_rank = 4: adapters are for models without experts"),
         ({"expert_parallel": 3}, QWEN_30B, "train.expert_parallel = 3: does not divide the model's 128 experts"),
         ({"tensor_parallel": 2}, QWEN_30B, "train.tensor_parallel = 2: .*needs train.sequence_parallel: true"),
-        ({"context_parallel": 2}, None, "train.context_parallel = 2: .*Transformer Engine"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused(options, model, words):
@@ -81,6 +81,29 @@ def test_what_cannot_be_laid_out_is_refused(options, model, words):
 )
 def test_what_fits_is_not_refused(options, model):
     assert list(layout_problems(train(**options), model)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "gpus", "words"),
+    [
+        ({}, None, 0, "needs accelerators; set cluster.gpus_per_node"),
+        ({}, QWEN_7B, 8, "set train.dtype: bfloat16"),
+        ({"dtype": "bfloat16", "lora_rank": 4}, QWEN_7B, 8, "set train.lora_rank: 0"),
+        ({"dtype": "bfloat16"}, WINDOWED, 8, "knows no window"),
+    ],
+)
+def test_what_keeps_ranks_from_sharing_sequences(options, model, gpus, words):
+    (problem,) = context_problems(train(context_parallel=2, **options), model, gpus)
+    assert re.search(f"train.context_parallel = 2: .*{words}", problem)
+
+
+def test_sequences_are_shared_over_accelerators():
+    options = {"context_parallel": 4, "tensor_parallel": 2, "dtype": "bfloat16"}
+    assert list(context_problems(train(**options), QWEN_7B, 8)) == []
+    assert list(context_problems(train(), WINDOWED, 0)) == []  # where no sequence is shared
+    layout = layout_of(train(**options))
+    assert (layout.unit, layout.model_ranks) == (8, 8)
+    assert layout.describe(16) == "tensor parallel 2 x context parallel 4 x data parallel 2"
 
 
 @pytest.mark.parametrize(

@@ -40,15 +40,18 @@ OPTIONS = {"dense": PLAIN, "proximal": RECENT, "value_head": VALUES, "experts": 
 # Of two ranks; those whose names end alike have optimizers of one kind, and may go on from each other's checkpoints.
 SHARED = {"distributed_optimizer": True}
 STAGES = {"pipeline_parallel": 2}
+CONTEXT = {"context_parallel": 2}  # without Transformer Engine: see gathered_attention.py
 LAYOUTS = {
     "dense": {
         "tensor": {"tensor_parallel": 2},
         "stages": STAGES,
         "turns": STAGES | {"virtual_pipeline": 2},
         "data": {},
+        "context": CONTEXT,
         "tensor_shared": SHARED | {"tensor_parallel": 2},
         "stages_shared": SHARED | STAGES,
         "data_shared": SHARED,
+        "context_shared": SHARED | CONTEXT,
     },
     "proximal": {
         "tensor": {"tensor_parallel": 2},
@@ -86,6 +89,7 @@ def main(folder: Path) -> None:
 
     device.install(1)
     import torch
+    from gathered_attention import attention_of
     from megatron.core import parallel_state
     from torch.distributed.checkpoint import filesystem
 
@@ -106,7 +110,8 @@ def main(folder: Path) -> None:
             np.savez(results / f"{name}.npz", **values)
 
     def engine_of(options: TrainOptions, model: str = "dense") -> Engine:
-        chunks = build_model(MODELS[model], options)
+        with attention_of(options):
+            chunks = build_model(MODELS[model], options)
         load_weights(chunks, MODELS[model], random_weights(MODELS[model], 11))
         return build_engine(chunks, MODELS[model], options)
 

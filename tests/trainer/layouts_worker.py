@@ -27,12 +27,14 @@ EXPERTS = model_config(
     | {"model_type": "qwen3_moe", "tie_word_embeddings": False, "num_hidden_layers": 2}
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 )
+BIASED = model_config(
+    {key: value for key, value in BASE.items() if key != "head_dim"} | {"model_type": "qwen2", "tie_word_embeddings": False}
+)
 MODELS: dict[str, ModelConfig] = {
     "tied": TIED,
     "values": TIED,  # with a value head
-    "biased": model_config(
-        {key: value for key, value in BASE.items() if key != "head_dim"} | {"model_type": "qwen2", "tie_word_embeddings": False}
-    ),
+    "biased": BIASED,
+    "sequences": BIASED,  # with a loss of whole sequences
     "untied": model_config(BASE | {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4}),
     "experts": EXPERTS,
     "routed": EXPERTS,  # tokens go to experts that were recorded
@@ -41,6 +43,8 @@ SPLIT = {"tensor_parallel": 2, "sequence_parallel": True}
 STAGES = {"pipeline_parallel": 2}
 TURNS = STAGES | {"virtual_pipeline": 2}
 SHARED = {"distributed_optimizer": True}
+CONTEXT = {"context_parallel": 2}  # without Transformer Engine: see gathered_attention.py
+SEQUENCES = {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.1, "sequence_mask_low": 0.9, "sequence_mask_high": 1.2}
 VALUES = {"value_head": True, "gae_gamma": 0.99, "gae_lambda": 0.9, "value_rate_factor": 10.0, "kl_place": "reward"}
 
 # Ranks, then the model, then its layouts. "merged" is one micro-batch of the same tokens, "idle" too: it leaves ranks none.
@@ -51,6 +55,7 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
         "biased": {"one": {}},
         "experts": {"one": {}, "one_recomputed": {"recompute": "selective"}},
         "routed": {"one": {}, "one_recomputed": {"recompute": "full"}},
+        "sequences": {"one": SEQUENCES},
         "values": {
             "one": VALUES,
             "one_merged": VALUES,
@@ -69,26 +74,33 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
             "data": {},
             "data_idle": {},
             "data_shared": SHARED,
+            "context": CONTEXT,
+            "context_merged": CONTEXT | {"recompute": "full"},
+            "context_shared": CONTEXT | SHARED,
         },
         "untied": {"stages": STAGES},
         "biased": {"tensor": {"tensor_parallel": 2}, "sequence": SPLIT, "stages": STAGES, "data_shared": SHARED},
+        "sequences": {"context": SEQUENCES | CONTEXT},
         "experts": {
             "sequence": SPLIT,
             "experts": {"expert_parallel": 2},
             "experts_recomputed": {"expert_parallel": 2, "recompute": "full"},
             "experts_idle": {"expert_parallel": 2},
+            "context_experts": CONTEXT | {"expert_parallel": 2},
             "sequence_experts": SPLIT | {"expert_parallel": 2},
         },
         "routed": {
             "sequence_experts": SPLIT | {"expert_parallel": 2},
             "stages_recomputed": STAGES | {"recompute": "full"},
             "data": {},
+            "context": CONTEXT,
         },
         "values": {
             "tensor": VALUES | {"tensor_parallel": 2},
             "sequence": VALUES | SPLIT,
             "stages": VALUES | STAGES,
             "data_shared_idle": VALUES | SHARED,
+            "context": VALUES | CONTEXT,
         },
     },
     4: {
@@ -98,15 +110,25 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
             "stages_data_shared": STAGES | SHARED,
             "turns_data": TURNS,
             "half_shared": STAGES | SHARED | {"dtype": "bfloat16"},
+            "sequence_context": SPLIT | CONTEXT,
+            "stages_context": STAGES | CONTEXT,
+            "context_data_shared": CONTEXT | SHARED,
+            "context": {"context_parallel": 4},
         },
+        "sequences": {"context_data_idle": SEQUENCES | CONTEXT},
         "untied": {"four_stages": {"pipeline_parallel": 4}},
         "experts": {
             "experts_data_shared": SHARED | {"expert_parallel": 2},
             "sequence_experts": SPLIT | {"expert_parallel": 4},
             "stages_experts": STAGES | {"expert_parallel": 2},
             "all": SPLIT | STAGES | SHARED | {"expert_parallel": 2},
+            "sequence_context_experts": SPLIT | CONTEXT | {"expert_parallel": 4},
         },
-        "values": {"sequence_turns": VALUES | SPLIT | TURNS, "sequence_data_shared": VALUES | SPLIT | SHARED},
+        "values": {
+            "sequence_turns": VALUES | SPLIT | TURNS,
+            "sequence_data_shared": VALUES | SPLIT | SHARED,
+            "sequence_context": VALUES | SPLIT | CONTEXT,
+        },
     },
     8: {
         "tied": {"all": SPLIT | TURNS | SHARED, "all_merged": SPLIT | STAGES | {"recompute": "selective"}},
@@ -121,6 +143,7 @@ def main(folder: Path) -> None:
     device.install(1)
     import torch
     import torch.distributed as dist
+    from gathered_attention import attention_of
     from megatron.core import parallel_state
 
     from prl.trainer.batch import to_device
@@ -209,12 +232,14 @@ def main(folder: Path) -> None:
         start_groups(options, timeout_s=120.0)
         channel = Channel(120.0)
         config = MODELS[model]
-        chunks = build_model(config, options)
+        with attention_of(options):
+            chunks = build_model(config, options)
+            reference = build_reference(config, options, weights(config))
         load_weights(chunks, config, weights(config))
         for gpt in map(unwrap, chunks):
             if hasattr(gpt, "value_head"):
                 gpt.value_head.weight.data.copy_(torch.linspace(-0.4, 0.5, config.hidden_size))
-        engine = build_engine(chunks, config, options, build_reference(config, options, weights(config)))
+        engine = build_engine(chunks, config, options, reference)
         found = {f"start:{key}": value for key, value in (exported(engine) | value_head(engine, channel, "data")).items()}
         found["reference"] = np.array(str(engine.reference.digest if engine.reference else None))
         batches = [without_reference(batch) for batch in microbatches()]

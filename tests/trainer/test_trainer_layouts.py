@@ -61,9 +61,17 @@ def test_steps_are_those_of_one_rank(results, ranks, model, name):
         np.testing.assert_allclose(found[f"{step}:train/grad_norm"], expected[f"{step}:train/grad_norm"], rtol=1e-4)
     measured = parts(expected, "1:train/")
     assert parts(found, "1:train/").keys() == measured.keys()
-    compared = ("tokens", "entropy", "ess", "kl", "lag_mean", "lag_max", "ratio_max", "mismatch_k3_nats")
-    for key in (*compared, *(("value_mean", "explained_variance") if model == "values" else ())):
+    compared = ("tokens", "entropy", "ess", "kl", "lag_mean", "lag_max", "ratio_max", "mismatch_k3_nats", "clip_fraction")
+    own = {"values": ("value_mean", "explained_variance"), "sequences": ("mask_fraction",)}
+    for key in (*compared, *own.get(model, ())):
         np.testing.assert_allclose(found[f"1:train/{key}"], measured[key], rtol=1e-4, atol=1e-7, err_msg=key)
+
+
+def test_some_sequences_are_clipped_and_some_masked(results):
+    """So that those of layouts that share sequences over ranks are judged as a whole."""
+    found = results[1, "sequences_one"]
+    assert 0.1 < found["1:train/clip_fraction"] < 0.9
+    assert 0.1 < found["1:train/mask_fraction"] < 0.9
 
 
 @pytest.mark.parametrize(("ranks", "model", "name"), EXACT)

@@ -279,8 +279,9 @@ def batch_of(tokens: Tokens, dtype: torch.dtype) -> Batch:
     return Batch(
         tokens=nothing,
         positions=nothing,
-        sequences=None,
         targets=nothing,
+        sequences=None,
+        cut=None,
         weights=tensor(tokens.weights),
         advantages=tensor(tokens.advantages),
         old_logprobs=tensor(tokens.old_logprobs),
