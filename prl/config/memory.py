@@ -9,9 +9,9 @@ Activations follow Korthikanti et al. 2022, arXiv 2205.05198, section 4, with wh
 times the width (both norms' inputs and outputs), queries, keys and values before and after the rotary embedding with the
 attention's output (fused attention keeps no scores), and four times the feed-forward width (gate, up, the activated gate, their
 product); a token that goes to k experts has k times an expert's feed-forward width, and its states before and after each. Heads
-and feed-forward widths are divided by the tensor parallelism, the rest only with sequence parallelism. A pipeline's first stage
-holds as many micro-batches as there are stages (one-forward-one-backward schedule; with v turns (p - 1) / (p v) more, ibid.,
-section 4.2.3).
+and feed-forward widths are divided by the tensor parallelism, the rest only with sequence parallelism; tokens by the context
+parallelism, without what fills sequences up for it. A pipeline's first stage holds as many micro-batches as there are stages
+(one-forward-one-backward schedule; with v turns (p - 1) / (p v) more, ibid., section 4.2.3).
 
 A checkpoint is written from a copy in the host's memory, of parameters, optimizer's state and proximal policy. Of ranks that
 hold the same, the first one makes it; a distributed optimizer's state is gathered there, with the parameters in float32.
@@ -104,13 +104,14 @@ def rank_memory(
     # Weights with their adapters, for the backward pass.
     merged = held.all if train.lora_rank and train.recompute != "full" else 0
     columns = model.padded_vocabulary(layout.tensor) // layout.tensor
+    own_tokens = -(-tokens // layout.context)
     return RankMemory(
         parameters=(held.all + new) * each,
         gradients=trained.all * _FLOAT32,
         optimizer=0 if train.optimizer_offload else (shared + experts) * state,
         frozen_copies=held.all * each * ((train.reference == "initial") + (train.proximal == "previous")),
-        activations=(_activations(model, train, layout, tokens, stage) + merged) * each,
-        logits=last * 3 * min(train.head_chunk_mib * 2**20, tokens * columns * _FLOAT32),
+        activations=(_activations(model, train, layout, own_tokens, stage) + merged) * each,
+        logits=last * 3 * min(train.head_chunk_mib * 2**20, own_tokens * columns * _FLOAT32),
         sending=sent_bytes if stage == 0 else 0,
         on_the_host=(shared + experts) * (state + _FLOAT32) if train.optimizer_offload else 0,
     )
@@ -126,7 +127,7 @@ def saved_bytes(model: ModelConfig, train: TrainOptions, ranks: int, rank: int) 
     state = (3 if train.distributed_optimizer or train.dtype == "bfloat16" else 2) * _FLOAT32
     shared = held.shared * copies + new * each + trained.shared * state
     experts = held.experts * copies + trained.experts * state
-    return shared * (place < layout.tensor * layout.context) + experts * (place < layout.expert)
+    return shared * (place < layout.tensor) + experts * (place < layout.expert)
 
 
 def saved_on_a_node(model: ModelConfig, train: TrainOptions, ranks: int, of_node: int) -> int:
@@ -173,7 +174,7 @@ def microbatch_tokens(config: Config) -> int:
 def gathered_bytes(config: Config, model: ModelConfig) -> int:
     """Of the whole model on its way to the samplers; nothing where it is a rank's own parameters."""
     layout = layout_of(config.train)
-    if layout.model_ranks * layout.expert == 1 and config.train.dtype == config.sample.dtype:
+    if layout.tensor * layout.pipeline * layout.expert == 1 and config.train.dtype == config.sample.dtype:
         return 0
     alone = Layout(tensor=1, pipeline=1, virtual=1, context=1, expert=1)
     return rank_parameters(model, alone, 0).all * (_FLOAT32 if config.sample.dtype == "float32" else 2)
@@ -191,7 +192,7 @@ def describe_memory(model: ModelConfig, train: TrainOptions, ranks: int, tokens:
 
 
 def _activations(model: ModelConfig, train: TrainOptions, layout: Layout, tokens: int, stage: int) -> int:
-    """Elements that are kept for the backward pass, at the moment when most are."""
+    """Elements that are kept for the backward pass of so many tokens on the rank, at the moment when most are."""
     split = layout.tensor if train.sequence_parallel else 1
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     width = tokens * model.hidden_size // split

@@ -1,6 +1,7 @@
 """How ranks share a model: what is refused, and what a rank is said to hold."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -188,6 +189,16 @@ def test_what_saves_memory_does():
     assert total(pipeline_parallel=2, virtual_pipeline=2) > total(pipeline_parallel=2)
 
 
+def test_ranks_that_share_sequences_have_all_weights_and_their_part_of_the_tokens():
+    options = {"dtype": "bfloat16", "distributed_optimizer": True}
+    one, two = (rank_memory(QWEN_7B, train(context_parallel=n, **options), 8, 10001, 0) for n in (1, 2))
+    half = rank_memory(QWEN_7B, train(**options), 8, 5001, 0)
+    assert two == replace(one, activations=half.activations, logits=half.logits)
+    assert two.activations < 0.51 * one.activations
+    config = Config(train=train(context_parallel=2, dtype="bfloat16"), sample=SampleOptions(dtype="bfloat16"))
+    assert gathered_bytes(config, QWEN_7B) == 0
+
+
 def test_adapters_have_gradients_and_an_optimizer_alone():
     queries_keys_values, output, up, down = 3584 + 4608, 2 * 3584, 3584 + 2 * 18944, 18944 + 3584
     adapters = 28 * 16 * (queries_keys_values + output + up + down)
@@ -233,6 +244,8 @@ def test_the_first_of_the_ranks_that_hold_the_same_copies_it_for_a_checkpoint():
     assert saved == [stages[0]] * 4 + [0] * 4 + [stages[1]] * 4 + [0] * 4
     assert saved_on_a_node(QWEN_7B, options, 16, 8) == 4 * max(stages)
     assert saved_on_a_node(QWEN_7B, options, 16, 2) == 2 * max(stages)
+    shared = train(dtype="bfloat16", tensor_parallel=2, context_parallel=2)  # two ranks have all of it, the others the same
+    assert [saved_bytes(QWEN_7B, shared, 8, rank) > 0 for rank in range(8)] == [True] * 2 + [False] * 6
     experts = train(dtype="bfloat16", expert_parallel=4)
     held = rank_parameters(QWEN_30B, layout_of(experts), 0)
     found = [saved_bytes(QWEN_30B, experts, 8, rank) for rank in range(8)]
