@@ -1,7 +1,10 @@
-"""What a version of the weights consists of, and how its tensors are packed into transfers. Free of torch."""
+"""What a version of the weights consists of, and how its tensors are packed into transfers: one after another for a broadcast
+of whole tensors, or as the parts that each sampler worker holds (lanes). Free of torch."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import prod
 from typing import Any
 
@@ -109,3 +112,107 @@ def from_json(rows: Any) -> list[TensorSpec]:
             raise ValueError(f"tensors: {spec.name} is given twice")
         seen.add(spec.name)
     return specs
+
+
+# --- lanes ---
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows [row, row + rows), columns [column, column + columns) of a plan's tensor number `tensor`, seen as a matrix: its rows
+    are its first dimension, its columns all others. A vector has one column."""
+
+    tensor: int
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
+
+    def within(self, other: "Tile") -> "Tile | None":
+        """What both cover, if there is anything."""
+        row, column = max(self.row, other.row), max(self.column, other.column)
+        rows = min(self.row + self.rows, other.row + other.rows) - row
+        columns = min(self.column + self.columns, other.column + other.columns) - column
+        return Tile(self.tensor, row, rows, column, columns) if self.tensor == other.tensor and rows > 0 < columns else None
+
+    def band(self, first: int, last: int) -> "Tile":
+        """Rows [first, last), counted from this tile's own first row."""
+        return Tile(self.tensor, self.row + first, last - first, self.column, self.columns)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What trainer rank `root` sends to worker `lane` of every sampler; tiles in the order in which they are sent."""
+
+    root: int
+    lane: int
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """Lane k is worker k of every sampler. Each element of what it holds is in exactly one tile of its legs."""
+
+    tensors: tuple[TensorSpec, ...]  # in the samplers' dtype
+    trainer_ranks: int
+    lanes: int
+    legs: tuple[Leg, ...]  # by root, then lane
+
+    def tile_bytes(self, tile: Tile) -> int:
+        return tile.elements * ITEM_BYTES[self.tensors[tile.tensor].dtype]
+
+    def leg_bytes(self, leg: Leg) -> int:
+        return sum(map(self.tile_bytes, leg.tiles))
+
+    def digest(self) -> str:
+        """Of all that both ends have to agree on."""
+        whole = blake2b(json.dumps([to_json(self.tensors), self.trainer_ranks, self.lanes]).encode(), digest_size=16)
+        for leg in self.legs:
+            tiles = [(tile.tensor, tile.row, tile.rows, tile.column, tile.columns) for tile in leg.tiles]
+            whole.update(json.dumps([leg.root, leg.lane, tiles]).encode())
+        return whole.hexdigest()
+
+
+def lane_buckets(plan: LanePlan, leg: Leg, bucket_bytes: int) -> list[tuple[Tile, ...]]:
+    """The leg's tiles, cut between rows, in transfers of at most `bucket_bytes`. In a bucket each tile is flattened row by row,
+    one behind the other.
+
+    Raises ValueError where a row of a tile is larger than a bucket.
+    """
+    buckets: list[tuple[Tile, ...]] = []
+    tiles: list[Tile] = []
+    room = bucket_bytes
+    for tile in leg.tiles:
+        row_bytes = plan.tile_bytes(tile) // tile.rows
+        if row_bytes > bucket_bytes:
+            name = plan.tensors[tile.tensor].name
+            raise ValueError(
+                f"{name} has rows of {row_bytes} bytes, which a bucket of {bucket_bytes} bytes cannot hold: raise it"
+            )
+        first = 0
+        while first < tile.rows:
+            last = min(tile.rows, first + room // row_bytes)
+            if last > first:
+                tiles.append(tile.band(first, last))
+                room -= (last - first) * row_bytes
+                first = last
+            if first < tile.rows:
+                buckets.append(tuple(tiles))
+                tiles, room = [], bucket_bytes
+    return [*buckets, tuple(tiles)] if tiles else buckets
+
+
+def schedule(plan: LanePlan, bucket_bytes: int) -> list[tuple[int, int, int]]:
+    """All transfers as (root, lane, number of the bucket in its leg), in the one order of which every participant follows its
+    own part, so that none can wait for another in a circle. In round r root t serves lane (t + r) modulo the lanes: all roots
+    and all lanes are busy at once. Roots that meet at a lane take turns, so that each packs while another sends."""
+    turns = [
+        ((leg.lane - leg.root) % plan.lanes, number, leg.root, leg.lane)
+        for leg in plan.legs
+        for number in range(len(lane_buckets(plan, leg, bucket_bytes)))
+    ]
+    return [(root, lane, number) for _, number, root, lane in sorted(turns)]
