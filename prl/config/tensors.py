@@ -29,7 +29,8 @@ class Entry:
     kind: Kind
     tensors: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    expert: bool = False  # of one expert, which is whole on one of the ranks that share a layer's experts
+    layer: int | None = None
+    expert: int | None = None  # its number in the layer; it is whole on one of the ranks that share a layer's experts
 
 
 def entries(model: ModelConfig) -> list[Entry]:
@@ -41,7 +42,7 @@ def entries(model: ModelConfig) -> list[Entry]:
         for entry in _layer(model):
             parameters = tuple(ours + name for name in entry.parameters)
             tensors = tuple(theirs + name for name in entry.tensors)
-            table.append(Entry(parameters, entry.kind, tensors, entry.shapes, entry.expert))
+            table.append(Entry(parameters, entry.kind, tensors, entry.shapes, number, entry.expert))
     table.append(Entry(("decoder.final_layernorm.weight",), "whole", ("model.norm.weight",), ((hidden,),)))
     if not model.tied:
         table.append(Entry((OUTPUT,), "vocab", ("lm_head.weight",), ((model.vocabulary, hidden),)))
@@ -77,8 +78,8 @@ def _layer(model: ModelConfig) -> Iterator[Entry]:
         for number in range(model.experts):
             local, grouped = f"mlp.experts.local_experts.{number}.linear_fc", "mlp.experts.linear_fc"
             gate_up, down = _feed_forward(f"mlp.experts.{number}.", hidden, model.expert_ffn_size)
-            yield _entry(f"{local}1.weight {grouped}1.weight{number}", "gate_up", gate_up, expert=True)
-            yield _entry(f"{local}2.weight {grouped}2.weight{number}", "columns", down, expert=True)
+            yield _entry(f"{local}1.weight {grouped}1.weight{number}", "gate_up", gate_up, expert=number)
+            yield _entry(f"{local}2.weight {grouped}2.weight{number}", "columns", down, expert=number)
     else:
         gate_up, down = _feed_forward("mlp.", hidden, model.ffn_size)
         yield _entry("mlp.linear_fc1.weight", "gate_up", gate_up)
@@ -90,5 +91,5 @@ def _feed_forward(prefix: str, hidden: int, inner: int) -> tuple[dict[str, tuple
     return gate_up, {f"{prefix}down_proj.weight": (hidden, inner)}
 
 
-def _entry(parameters: str, kind: Kind, tensors: Mapping[str, tuple[int, ...]], *, expert: bool = False) -> Entry:
-    return Entry(tuple(parameters.split()), kind, tuple(tensors), tuple(tensors.values()), expert)
+def _entry(parameters: str, kind: Kind, tensors: Mapping[str, tuple[int, ...]], *, expert: int | None = None) -> Entry:
+    return Entry(tuple(parameters.split()), kind, tuple(tensors), tuple(tensors.values()), expert=expert)

@@ -38,9 +38,8 @@ def load_weights(chunks: Sequence[torch.nn.Module], model: ModelConfig, tensors:
         holders = [parameters.pop(name)] if name else []
         if copy is not None and EMBEDDING in entry.parameters:
             holders.append(copy)
-        ranks, rank = (1, 0) if entry.expert else (group.size(), group.rank())
         for parameter in holders:
-            fill_shard(parameter, entry, full, model, ranks, rank)
+            fill_shard(parameter, entry, full, model, group.size(), group.rank())
     if parameters:
         raise ValueError(f"parameters of the model without a Hugging Face name: {', '.join(parameters)}")
 
@@ -56,7 +55,7 @@ def export_weights(
     table = entries(model)
     for entry, shard in zip(table, _from_holders(table, named_parameters(chunks), dtype), strict=True):
         shards = [shard]
-        if group.size() > 1 and entry.kind != "whole" and not entry.expert:
+        if group.size() > 1 and entry.kind != "whole" and entry.expert is None:
             shards = [torch.empty_like(shard) for _ in range(group.size())]
             dist.all_gather(shards, shard.contiguous(), group=group)
         yield from zip(entry.tensors, full_tensors(entry.kind, shards, model), strict=True)
@@ -99,7 +98,7 @@ def _from_holders(
         shard = None if parameter is None else merged(parameter).detach().to(dtype)
         if stage is not None:
             shard = _broadcast(shard, *stage, dtype, stages)
-        yield _broadcast(shard, *expert, dtype, experts) if entry.expert or shard is None else shard
+        yield shard if entry.expert is None and shard is not None else _broadcast(shard, *expert, dtype, experts)
 
 
 def _places(shapes: Sequence[Sequence[int] | None], group: dist.ProcessGroup) -> list[tuple[int, tuple[int, ...]] | None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prl.config.hf_config import ModelConfig
 from prl.config.tensors import Entry, Kind, tensor_shapes
+from prl.weights.shards import trainer_parts
 
 ADAPTER_SCALE = 32.0  # an adapter's product, divided by its rank, is added to its weight times this
 
@@ -37,12 +38,12 @@ def random_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]
 @torch.no_grad()
 def fill_shard(parameter: Tensor, entry: Entry, tensors: Sequence[Sliced], model: ModelConfig, ranks: int, rank: int) -> None:
     """Copy this rank's share of the entry's full tensors into its parameter, taking no more of them than that."""
-    row = 0
-    for number, index in _parts(entry, model, ranks, rank):
-        part = tensors[number][index]
-        parameter[row : row + len(part)].copy_(part)
-        row += len(part)
-    parameter[row:].zero_()  # what pads the vocabulary
+    end = 0
+    for row, part in trainer_parts(entry, model, ranks, rank):
+        end = row + part.rows
+        rows, columns = slice(part.row, part.row + part.rows), slice(part.column, part.column + part.columns)
+        parameter[row:end].copy_(tensors[part.tensor][(rows, columns)[: parameter.dim()]])
+    parameter[end:].zero_()  # what pads the vocabulary
 
 
 def full_tensors(kind: Kind, shards: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
@@ -60,36 +61,6 @@ def full_tensors(kind: Kind, shards: Sequence[Tensor], model: ModelConfig) -> li
         parts = torch.split(fused.view(model.kv_heads, sum(rows), *tail), rows, 1)
         return [part.reshape(-1, *tail) for part in parts]
     return [shards[0]]
-
-
-def _parts(entry: Entry, model: ModelConfig, ranks: int, rank: int) -> list[tuple[int, tuple[slice, ...]]]:
-    """What of an entry's tensors (a tensor's number, an index) makes up a rank's shard, one part below the other."""
-
-    def share(size: int) -> slice:
-        return slice(rank * size // ranks, (rank + 1) * size // ranks)
-
-    rows = entry.shapes[0][0]
-    if entry.kind == "vocab":
-        padded = share(model.padded_vocabulary(ranks))
-        return [(0, (slice(padded.start, min(padded.stop, rows)),))] if padded.start < rows else []
-    if entry.kind == "columns":
-        return [(0, (slice(0, rows), share(entry.shapes[0][1])))]
-    if entry.kind == "gate_up":
-        return [(number, (share(rows),)) for number in range(2)]
-    if entry.kind == "qkv":
-        return list(_fused(model, share(sum(shape[0] for shape in entry.shapes))))
-    return [(0, (slice(0, rows),))]
-
-
-def _fused(model: ModelConfig, wanted: slice) -> Iterator[tuple[int, tuple[slice, ...]]]:
-    """Rows of queries, keys and values, fused by query group, as rows of the three tensors."""
-    at = 0
-    for group in range(model.kv_heads):
-        for number, rows in enumerate(_rows_of_a_group(model)):
-            first, last = max(wanted.start - at, 0), min(wanted.stop - at, rows)
-            if first < last:
-                yield number, (slice(group * rows + first, group * rows + last),)
-            at += rows
 
 
 def _rows_of_a_group(model: ModelConfig) -> list[int]:
