@@ -21,8 +21,9 @@ from prl.flow.versions import Version
 from prl.sampler.link import Link
 from prl.sampler.placement import Placement, place
 from prl.weights import digest
+from prl.weights.group import TransportError
 from prl.weights.plan import TensorSpec, from_json
-from prl.weights.transport import SamplerEnd, TransportError
+from prl.weights.transport import SamplerEnd
 
 SHUTDOWN_S = 2.0  # that the transfer group has to end before the process does
 

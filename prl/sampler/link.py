@@ -5,7 +5,8 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from prl.weights.transport import SamplerEnd, TransportError
+from prl.weights.group import TransportError
+from prl.weights.transport import SamplerEnd
 
 
 class Link:

@@ -48,7 +48,7 @@ class Placement:
         """What the live elements add to the version's digest."""
         if self.dim == 1 and self.size != self.spec.shape[1]:
             matrix = self.live.reshape(self.spec.shape[0], self.size)
-            return digest.columns(self.spec.name, matrix, self.start, self.spec.shape[1])
+            return digest.rectangle(self.spec.name, matrix, 0, self.start, self.spec.shape[1])
         row_elements = self.spec.elements // self.spec.shape[0] if self.spec.shape and self.spec.shape[0] else 0
         return digest.part(self.spec.name, self.live, self.start * row_elements if self.dim == 0 else 0)
 

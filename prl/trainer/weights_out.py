@@ -17,9 +17,10 @@ from prl.trainer.engine import Engine
 from prl.trainer.mapping import export_weights
 from prl.trainer.model import DTYPES
 from prl.trainer.parallel import Channel, shares_weights
+from prl.weights.group import TransportError
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, to_json
-from prl.weights.transport import SendReport, TrainerEnd, TransportError
+from prl.weights.transport import SendReport, TrainerEnd
 
 WATCH_AFTER_S = 0.5  # a transfer that lasts so long is asked about: somebody may be gone in it
 POLL_S = 10.0  # deadline of that question; the orchestrator answers sooner

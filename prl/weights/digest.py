@@ -10,6 +10,7 @@ It detects faults, not attacks.
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from hashlib import blake2b
+from math import gcd
 
 import torch
 
@@ -26,7 +27,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def total(parts: Iterable[torch.Tensor]) -> int:
-    """Add up what `part` and `columns` gave."""
+    """Add up what `part` and `rectangle` gave."""
     values = list(parts)
     if not values:
         return 0
@@ -58,20 +59,33 @@ def part(name: str, tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
     return result
 
 
-def columns(name: str, tensor: torch.Tensor, first_column: int, all_columns: int) -> torch.Tensor:
-    """What columns [first_column, first_column + tensor.shape[1]) of the matrix `name`, which has `all_columns`, add to the
-    digest; `tensor` has all rows. In chunks of rows, so that memory stays bounded."""
-    table, _ = _table(tensor.device)
-    key = _key(name, tensor.dtype)
+def rectangle(name: str, tensor: torch.Tensor, row: int, column: int, all_columns: int) -> torch.Tensor:
+    """What a rectangle of the matrix `name`, which has `all_columns`, adds to the digest: rows [row, row + tensor.shape[0]) of
+    columns [column, column + tensor.shape[1]). In chunks of rows, so that memory stays bounded."""
     rows, width = tensor.shape
+    if width == all_columns or not tensor.numel():
+        return part(name, tensor, row * all_columns)
+    table, sums = _table(tensor.device)
+    key = _key(name, tensor.dtype)
+    # Runs of so many elements neither cross a block nor leave a row, wherever they begin: each has one factor.
+    run = gcd(column, width, all_columns, BLOCK)
+    starts = torch.arange(column, column + width, run, device=tensor.device)
+    step = min(rows, max(1, _CHUNK_BLOCKS * BLOCK // width))
+    period = BLOCK // gcd(all_columns, BLOCK)  # rows after which the same elements of the table come
+    if step > period:
+        step -= step % period
+    memory = torch.empty((2, step * len(starts), run), dtype=torch.int64, device=tensor.device)
     result = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    step = max(1, _CHUNK_BLOCKS * BLOCK // max(width, 1))
-    column = torch.arange(first_column, first_column + width, device=tensor.device)
     for start in range(0, rows, step):
-        stop = min(rows, start + step)
-        index = torch.arange(start, stop, device=tensor.device)[:, None] * all_columns + column
-        coefficients = table[index % BLOCK] * _factors(key, index // BLOCK)
-        result += ((_bits(name, tensor[start:stop]).to(torch.int64) + 1) * coefficients).sum()
+        bits = _bits(name, tensor[start : start + step]).view(-1, len(starts), run)
+        index = torch.arange(row + start, row + start + len(bits), device=tensor.device)[:, None] * all_columns + starts
+        coefficients, values = memory[:, : index.numel()]
+        if start == 0 or step % period:
+            within = index % BLOCK
+            torch.index_select(table.view(-1, run), 0, (within // run).view(-1), out=coefficients)
+            ones = sums[within + run] - sums[within]
+        inner = values.view(bits.shape).copy_(bits).view(-1, run).mul_(coefficients).sum(1).view(index.shape)
+        result += ((inner + ones[: len(bits)]) * _factors(key, index // BLOCK)).sum()
     return result
 
 

@@ -1,6 +1,7 @@
 """The digest against a second implementation in plain integers, written from its definition."""
 
 from hashlib import blake2b
+from itertools import pairwise
 
 import pytest
 import torch
@@ -55,13 +56,26 @@ def test_parts_of_a_split_add_up(dtype, count, data):
     assert d.total(parts) == d.digest({"w": tensor})
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.integers(1, 40), st.integers(1, 900), st.data())
-def test_columns_of_a_split_add_up(rows, width, data):
-    matrix = tensor_of(torch.bfloat16, rows * width, rows).view(rows, width)
-    cuts = sorted(data.draw(st.lists(st.integers(0, width), max_size=3)))
-    parts = [d.columns("w", matrix[:, a:b], a, width) for a, b in zip([0, *cuts], [*cuts, width], strict=True)]
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 15), st.sampled_from([1, 2, 24, 64]), st.data())
+def test_rectangles_of_a_split_add_up(rows, units, unit, data):
+    """Cut where `unit` divides every column, as heads and shards do, and elsewhere (1)."""
+    matrix = tensor_of(torch.bfloat16, rows * units * unit, rows).view(rows, units * unit)
+    across = [0, *sorted(data.draw(st.lists(st.integers(0, units), max_size=3))), units]
+    down = [0, *sorted(data.draw(st.lists(st.integers(0, rows), max_size=3))), rows]
+    parts = [
+        d.rectangle("w", matrix[top:bottom, left * unit : right * unit], top, left * unit, units * unit)
+        for top, bottom in pairwise(down)
+        for left, right in pairwise(across)
+    ]
     assert d.total(parts) == d.digest({"w": matrix})
+
+
+@pytest.mark.parametrize(("rows", "width", "left", "right"), [(900, 896, 448, 896), (70, 4864, 0, 2432), (3, 20001, 7, 19999)])
+def test_a_rectangle_that_crosses_blocks_equals_its_definition(rows, width, left, right):
+    matrix = tensor_of(torch.bfloat16, rows * width, 5).view(rows, width)
+    rest = [d.rectangle("w", matrix[:, :left], 0, 0, width), d.rectangle("w", matrix[:, right:], 0, right, width)]
+    assert d.total([d.rectangle("w", matrix[:, left:right], 0, left, width), *rest]) == by_definition("w", matrix)
 
 
 @settings(deadline=None, max_examples=60)

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from prl.weights.digest import digest
+from prl.weights.group import TransportError
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec
-from prl.weights.transport import SamplerEnd, TrainerEnd, TransportError, spec_of
+from prl.weights.transport import SamplerEnd, TrainerEnd, spec_of
 
 HOST = "127.0.0.1"
 OPTIONS = WeightsOptions(bucket_mib=1, group_s=60.0, update_s=20.0)
