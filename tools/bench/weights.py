@@ -1,0 +1,330 @@
+"""New weights from trainer ranks to sampler workers: the lanes beside a bare broadcast, and beside the way over rank 0.
+
+    python tools/bench/weights.py [--layers 8] [--bucket-mib 32] [--rounds 3]
+
+Four trainer ranks (tensor parallelism 2, twice) and two samplers of two workers, each a process with one thread for torch, over
+gloo on this machine's loop-back interface; samplers do nothing else. The model has Qwen2-0.5B's shapes with fewer layers, in
+bfloat16. Each round does every way once, and the best round of each counts.
+
+    bare     the same bytes from the same roots over the same groups, without packing or unpacking, then the same digests
+    lanes    what a version takes: pack, send, unpack, digest at both ends
+    gather   rank 0 sends whole tensors to all workers, and all of them digest the whole; rank 0 has them already, so that what
+             assembling them takes is left out
+
+`digest` is of what a worker stages, by processor time. `links` are counted by the system, connection by connection, in an
+update over the lanes: what a root sent to a worker, by what the plan says. `peak` is how much a process's memory rises in an
+update over the lanes, in buckets; what is staged was there before. It wants 5 GiB of memory.
+"""
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import struct
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prl.config.hf_config import ModelConfig, model_config
+from prl.config.layout import Layout
+from prl.weights import digest
+from prl.weights import group as groups
+from prl.weights.compile import compile_plan
+from prl.weights.crew import Crew
+from prl.weights.lanes import LaneReceiver, LaneSender, Route, Staging, lane_digests
+from prl.weights.options import WeightsOptions
+from prl.weights.plan import LanePlan, Tile, lane_buckets, schedule
+from prl.weights.shards import sampler_shards
+from prl.weights.transport import SamplerEnd, TrainerEnd
+
+HOST = "127.0.0.1"
+LIMIT_S = 120.0
+TRAINERS, SAMPLERS, LANES = 4, 2, 2
+SEED = 7
+
+
+def qwen2(layers: int) -> ModelConfig:
+    shapes = {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32_768}
+    return model_config({"model_type": "qwen2", **shapes, **heads, "rms_norm_eps": 1e-6, "tie_word_embeddings": True})
+
+
+@dataclass(frozen=True)
+class Setting:
+    route: Route
+    crew: Crew
+    weights: Path  # all tensors, one behind the other, which the trainer ranks share
+
+    @property
+    def plan(self) -> LanePlan:
+        return self.route.plan
+
+    def wholes(self) -> dict[str, torch.Tensor]:
+        size = sum(spec.elements for spec in self.plan.tensors)
+        flat = torch.from_file(str(self.weights), shared=True, size=size, dtype=torch.bfloat16)
+        parts = flat.split([spec.elements for spec in self.plan.tensors])
+        return {spec.name: part.view(spec.shape) for spec, part in zip(self.plan.tensors, parts, strict=True)}
+
+
+class Bare:
+    """The lanes' groups and buckets, filled with anything; and the digests of what would be in them."""
+
+    def __init__(self, setting: Setting, number: int, address: tuple[str, int]) -> None:
+        plan, crew, size = setting.plan, setting.crew, setting.route.bucket_bytes
+        self._plan = plan
+        buckets = {(leg.root, leg.lane): lane_buckets(plan, leg, size) for leg in plan.legs}
+        own = {leg: tiles for leg, tiles in buckets.items() if number in crew.members(*leg)}
+        self._order = [
+            (f"{root}-{lane}", sum(map(plan.tile_bytes, own[root, lane][bucket])))
+            for root, lane, bucket in schedule(plan, size)
+            if (root, lane) in own
+        ]
+        self.tiles = [tile for legs in own.values() for tiles in legs for tile in tiles]
+        store = groups.scope_of(groups.connect_store(f"bare {number}", *address, LIMIT_S), -1)
+        meeting = groups.Meeting(f"bare {number}", store, crew.names, number, "", lambda: "")
+        members = {name: crew.members(*map(int, name.split("-"))) for name, _ in self._order}
+        self._groups = groups.assemble(meeting, members, HOST, torch.device("cpu"), LIMIT_S)
+
+    def broadcast(self) -> None:
+        end = time.monotonic() + LIMIT_S
+        buffers = [torch.zeros(max(size for _, size in self._order), dtype=torch.uint8) for _ in range(2)]
+        flying: deque[tuple[groups.Group, Any]] = deque()
+        for number, (name, size) in enumerate(self._order):
+            if len(flying) == 2:
+                group, work = flying.popleft()
+                group.finish(work, end, lambda: "")
+            flying.append((self._groups[name], self._groups[name].begin(buffers[number % 2][:size], end)))
+        for group, work in flying:
+            group.finish(work, end, lambda: "")
+
+    def digest(self, view: Callable[[Tile], torch.Tensor]) -> int:
+        return digest.total(
+            digest.rectangle(spec.name, view(tile), tile.row, tile.column, prod(spec.shape[1:]))
+            for tile in self.tiles
+            for spec in [self._plan.tensors[tile.tensor]]
+        )
+
+
+class Process:
+    """A rank: first the trainer's, then the samplers' workers."""
+
+    def __init__(self, setting: Setting, number: int) -> None:
+        torch.set_num_threads(1)
+        self._setting, self._number = setting, number
+        self._trains = number < TRAINERS
+        if self._trains:
+            self._wholes = setting.wholes()
+            matrices = [whole.view(whole.shape[0], -1) for whole in self._wholes.values()]
+            for matrix in matrices:
+                matrix.sum()  # so that its pages are there before anything is measured
+            self._view: Callable[[Tile], torch.Tensor] = lambda tile: matrices[tile.tensor][
+                tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns
+            ]
+        else:
+            place, self._lane = divmod(number - TRAINERS, LANES)
+            self._worker = setting.crew.samplers[place], self._lane
+            staging = Staging(setting.plan, setting.route.shards[self._lane])
+            for tensor in staging.tensors.values():
+                tensor.zero_()
+            self._view = staging
+
+    def host(self) -> tuple[str, int]:
+        self._trainer = TrainerEnd(HOST, WeightsOptions(bucket_mib=self._setting.route.bucket_bytes // 2**20))
+        return self._trainer.master_address, self._trainer.master_port
+
+    def join(self, address: tuple[str, int]) -> None:
+        setting, number = self._setting, self._number
+        self._port = address[1]
+        self._bare = Bare(setting, number, address)
+        if self._trains:
+            self._sender = LaneSender(setting.route, setting.crew, number, *address, group_s=LIMIT_S)
+        else:
+            self._receiver = LaneReceiver(setting.route, setting.crew, *self._worker, *address, group_s=LIMIT_S)
+        ranks = 1 + SAMPLERS * LANES
+        if number == 0:
+            self._trainer.join(0, ranks)
+        elif not self._trains:
+            self._whole = SamplerEnd(*address, 1 + number - TRAINERS, ranks, 0, LIMIT_S)
+
+    def bare(self) -> dict[str, Any]:
+        self._bare.broadcast()
+        began = time.thread_time()
+        self._bare.digest(self._view)
+        return {"digest_s": time.thread_time() - began, "bytes": sum(map(self._setting.plan.tile_bytes, self._bare.tiles))}
+
+    def lanes(self) -> dict[str, Any]:
+        before = dict(_links(self._port))
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+        memory = _memory("VmRSS")
+        transfer = self._sender.send if self._trains else self._receiver.receive
+        cpu = time.process_time()
+        report = transfer(self._view, LIMIT_S)
+        return {
+            "legs": report.legs,
+            "cpu_s": time.process_time() - cpu,
+            "peak": _memory("VmHWM") - memory,
+            "links": {ends: count - before.get(ends, 0) for ends, count in _links(self._port)},
+        }
+
+    def gather(self) -> dict[str, Any]:
+        setting = self._setting
+        if self._number == 0:
+            return {"digest": self._trainer.send(self._wholes).digest}
+        if not self._trains:
+            return {"digest": digest.digest(self._whole.receive(setting.plan.tensors, setting.route.bucket_bytes, LIMIT_S))}
+        return {}
+
+
+def _links(store_port: int) -> Iterator[tuple[tuple[int, int], int]]:
+    """((port here, port there), bytes acknowledged) of each connection of this process but for those to the store."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            link = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # no socket, or gone
+        with link:
+            try:
+                ends = link.getsockname()[1], link.getpeername()[1]
+                information = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+            except (OSError, IndexError):
+                continue  # a socket without a peer, or of another kind
+            if store_port not in ends:
+                yield ends, struct.unpack_from("Q", information, 120)[0]  # tcpi_bytes_acked of <linux/tcp.h>
+
+
+def _memory(key: str) -> int:
+    """Bytes, of /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def live(pipe: Connection, setting: Setting, number: int) -> None:
+    process = Process(setting, number)
+    while (call := pipe.recv()) is not None:
+        name, arguments = call
+        began = time.monotonic()
+        answer = getattr(process, name)(*arguments)
+        pipe.send((began, time.monotonic(), answer))
+
+
+class Cast:
+    """All processes."""
+
+    def __init__(self, setting: Setting) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["prl.weights.lanes", "prl.weights.transport"])
+        self._pipes, self._processes = [], []
+        for number in range(len(setting.crew.names)):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=live, args=(theirs, setting, number), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def do(self, name: str, *arguments: Any, only: int | None = None) -> tuple[float, list[Any]]:
+        """Seconds from the first one's begin to the last one's end, and the answers."""
+        pipes = self._pipes if only is None else [self._pipes[only]]
+        for pipe in pipes:
+            pipe.send((name, arguments))
+        answers = [pipe.recv() for pipe in pipes]
+        seconds = max(answer[1] for answer in answers) - min(answer[0] for answer in answers)
+        return seconds, [answer[2] for answer in answers]
+
+    def end(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(None)
+            process.join(10)
+            process.kill()
+
+
+def check(setting: Setting, lanes: Sequence[Mapping[str, Any]]) -> None:
+    """Every worker has what was sent."""
+    sent = lane_digests([leg for answer in lanes[:TRAINERS] for leg in answer["legs"]])
+    for answer in lanes[TRAINERS:]:
+        for lane, value in lane_digests(answer["legs"]).items():
+            assert value == sent[lane], f"lane {lane} does not hold what was sent"
+
+
+def link_bytes(setting: Setting, lanes: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], int]:
+    """(root, rank of a worker) -> bytes over all their connections in that direction."""
+    owner = {ends: number for number, answer in enumerate(lanes) for ends in answer["links"]}
+    found: dict[tuple[int, int], int] = {}
+    for number, answer in enumerate(lanes):
+        for ends, count in answer["links"].items():
+            pair = number, owner[ends[::-1]]
+            found[pair] = found.get(pair, 0) + count
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--bucket-mib", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    model = qwen2(args.layers)
+    plan = compile_plan(model, Layout(2, 1, 1, 1, 1), TRAINERS, LANES, "bfloat16")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # shared memory
+        weights = Path(folder) / "weights"
+        size = sum(spec.elements for spec in plan.tensors)
+        torch.from_file(str(weights), shared=True, size=size, dtype=torch.bfloat16).normal_(
+            0.0, 0.02, generator=torch.Generator().manual_seed(SEED)
+        )
+        route = Route(plan, sampler_shards(model, LANES), args.bucket_mib * 2**20)
+        setting = Setting(route, Crew(1, TRAINERS, tuple(range(SAMPLERS)), LANES), weights)
+        cast = Cast(setting)
+        try:
+            measure(setting, cast, args.rounds)
+        finally:
+            cast.end()
+
+
+def measure(setting: Setting, cast: Cast, rounds: int) -> None:
+    plan, crew = setting.plan, setting.crew
+    _, (address,) = cast.do("host", only=0)
+    join_s, _ = cast.do("join", address)
+    seconds: dict[str, list[float]] = {"bare": [], "lanes": [], "gather": []}
+    rates, peaks = [], []
+    for _ in range(rounds):
+        for way, found in seconds.items():
+            took_s, answers = cast.do(way)
+            found.append(took_s)
+            if way == "bare":
+                rates += [answer["bytes"] / answer["digest_s"] for answer in answers[TRAINERS:]]
+            elif way == "lanes":
+                check(setting, answers)
+                peaks += [answer["peak"] / setting.route.bucket_bytes for answer in answers]
+                links = link_bytes(setting, answers)
+                cpu_s = sum(answer["cpu_s"] for answer in answers)
+            else:
+                assert len({answer["digest"] for answer in answers if answer}) == 1
+    best = {way: min(found) for way, found in seconds.items()}
+    legs = {(leg.root, leg.lane): plan.leg_bytes(leg) for leg in plan.legs}
+    wire = {(root, crew.worker(sampler, lane)): count for (root, lane), count in legs.items() for sampler in crew.samplers}
+    over = {pair: links.get(pair, 0) / count for pair, count in wire.items()}
+    besides = sum(count for pair, count in links.items() if pair not in wire)
+    sent = [sum(count for (root, _), count in legs.items() if root == rank) for rank in range(TRAINERS)]
+    print(f"{sum(spec.bytes for spec in plan.tensors) / 1e6:.0f} MB, {len(plan.legs)} groups, all built in {join_s:.2f} s")
+    print(f"each root sends {min(sent) / 1e6:.0f} to {max(sent) / 1e6:.0f} MB to each of {SAMPLERS} samplers")
+    for way, found in seconds.items():
+        ratio = best[way] / best["lanes"]
+        print(f"{way:<8} {best[way]:>7.2f} s  {ratio:>6.2f} times lanes   rounds {' '.join(f'{s:.2f}' for s in found)}")
+    print(f"lanes to bare {best['lanes'] / best['bare']:.2f}, gather to lanes {best['gather'] / best['lanes']:.2f}")
+    print(f"lanes    {cpu_s:.2f} s of processors in the last round")
+    print(f"digest   {statistics.median(rates) / 1e9:.2f} GB/s a core, the slowest {min(rates) / 1e9:.2f}")
+    print(f"links    {min(over.values()):.4f} to {max(over.values()):.4f} of the plan's bytes; {besides} bytes besides")
+    print(f"peak     {max(peaks):.2f} buckets")
+
+
+if __name__ == "__main__":
+    main()
