@@ -42,12 +42,13 @@ def part(name: str, tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
     key = _key(name, tensor.dtype)
     result = torch.zeros((), dtype=torch.int64, device=tensor.device)
     done, count = 0, flat.numel()
+    memory = torch.empty((min(count // BLOCK, _CHUNK_BLOCKS), BLOCK), dtype=torch.int64, device=tensor.device)
     while done < count:
         block, within = divmod(offset + done, BLOCK)
         whole = min((count - done) // BLOCK, _CHUNK_BLOCKS) if within == 0 else 0
         if whole:
             run = flat[done : done + whole * BLOCK].view(whole, BLOCK)
-            inner = (run * table).sum(1) + sums[BLOCK]
+            inner = memory[:whole].copy_(run).mul_(table).sum(1) + sums[BLOCK]
             result += (inner * _factors(key, torch.arange(block, block + whole, device=tensor.device))).sum()
             done += whole * BLOCK
         else:

@@ -4,7 +4,8 @@
 
 Four trainer ranks (tensor parallelism 2, twice) and two samplers of two workers, each a process with one thread for torch, over
 gloo on this machine's loop-back interface; samplers do nothing else. The model has Qwen2-0.5B's shapes with fewer layers, in
-bfloat16. Each round does every way once, and the best round of each counts.
+bfloat16. Each round does every way once, and the best round of each counts: in seconds, and in those of all processors, which
+count where the machine has other work too.
 
     bare     the same bytes from the same roots over the same groups, without packing or unpacking, then the same digests
     lanes    what a version takes: pack, send, unpack, digest at both ends
@@ -166,11 +167,9 @@ class Process:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
         memory = _memory("VmRSS")
         transfer = self._sender.send if self._trains else self._receiver.receive
-        cpu = time.process_time()
         report = transfer(self._view, LIMIT_S)
         return {
             "legs": report.legs,
-            "cpu_s": time.process_time() - cpu,
             "peak": _memory("VmHWM") - memory,
             "links": {ends: count - before.get(ends, 0) for ends, count in _links(self._port)},
         }
@@ -185,7 +184,7 @@ class Process:
 
 
 def _links(store_port: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """((port here, port there), bytes acknowledged) of each connection of this process but for those to the store."""
+    """((port there, port here), bytes received) of each connection of this process but for those to the store."""
     for name in os.listdir("/proc/self/fd"):
         try:
             link = socket.socket(fileno=os.dup(int(name)))
@@ -193,12 +192,12 @@ def _links(store_port: int) -> Iterator[tuple[tuple[int, int], int]]:
             continue  # no socket, or gone
         with link:
             try:
-                ends = link.getsockname()[1], link.getpeername()[1]
-                information = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+                ends = link.getpeername()[1], link.getsockname()[1]
+                information = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
             except (OSError, IndexError):
                 continue  # a socket without a peer, or of another kind
             if store_port not in ends:
-                yield ends, struct.unpack_from("Q", information, 120)[0]  # tcpi_bytes_acked of <linux/tcp.h>
+                yield ends, struct.unpack_from("Q", information, 128)[0]  # tcpi_bytes_received of <linux/tcp.h>
 
 
 def _memory(key: str) -> int:
@@ -211,15 +210,16 @@ def live(pipe: Connection, setting: Setting, number: int) -> None:
     process = Process(setting, number)
     while (call := pipe.recv()) is not None:
         name, arguments = call
-        began = time.monotonic()
+        began, processors_s = time.monotonic(), time.process_time()
         answer = getattr(process, name)(*arguments)
-        pipe.send((began, time.monotonic(), answer))
+        pipe.send((began, time.monotonic(), time.process_time() - processors_s, answer))
 
 
 class Cast:
     """All processes."""
 
     def __init__(self, setting: Setting) -> None:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["prl.weights.lanes", "prl.weights.transport"])
         self._pipes, self._processes = [], []
@@ -231,17 +231,17 @@ class Cast:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def do(self, name: str, *arguments: Any, only: int | None = None) -> tuple[float, list[Any]]:
-        """Seconds from the first one's begin to the last one's end, and the answers."""
+    def do(self, name: str, *arguments: Any, only: int | None = None) -> tuple[float, float, list[Any]]:
+        """Seconds from the first one's begin to the last one's end, seconds of all processors, and the answers."""
         pipes = self._pipes if only is None else [self._pipes[only]]
         for pipe in pipes:
             pipe.send((name, arguments))
         answers = [pipe.recv() for pipe in pipes]
         seconds = max(answer[1] for answer in answers) - min(answer[0] for answer in answers)
-        return seconds, [answer[2] for answer in answers]
+        return seconds, sum(answer[2] for answer in answers), [answer[3] for answer in answers]
 
     def end(self) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
+        for pipe, process in reversed(list(zip(self._pipes, self._processes, strict=True))):  # the store's host is the last
             pipe.send(None)
             process.join(10)
             process.kill()
@@ -261,7 +261,7 @@ def link_bytes(setting: Setting, lanes: Sequence[Mapping[str, Any]]) -> dict[tup
     found: dict[tuple[int, int], int] = {}
     for number, answer in enumerate(lanes):
         for ends, count in answer["links"].items():
-            pair = number, owner[ends[::-1]]
+            pair = owner[ends[::-1]], number
             found[pair] = found.get(pair, 0) + count
     return found
 
@@ -291,24 +291,24 @@ def main() -> None:
 
 def measure(setting: Setting, cast: Cast, rounds: int) -> None:
     plan, crew = setting.plan, setting.crew
-    _, (address,) = cast.do("host", only=0)
-    join_s, _ = cast.do("join", address)
+    _, _, (address,) = cast.do("host", only=0)
+    join_s, _, _ = cast.do("join", address)
     seconds: dict[str, list[float]] = {"bare": [], "lanes": [], "gather": []}
+    processors: dict[str, list[float]] = {way: [] for way in seconds}
     rates, peaks = [], []
     for _ in range(rounds):
         for way, found in seconds.items():
-            took_s, answers = cast.do(way)
+            took_s, processors_s, answers = cast.do(way)
             found.append(took_s)
+            processors[way].append(processors_s)
             if way == "bare":
                 rates += [answer["bytes"] / answer["digest_s"] for answer in answers[TRAINERS:]]
             elif way == "lanes":
                 check(setting, answers)
                 peaks += [answer["peak"] / setting.route.bucket_bytes for answer in answers]
                 links = link_bytes(setting, answers)
-                cpu_s = sum(answer["cpu_s"] for answer in answers)
             else:
                 assert len({answer["digest"] for answer in answers if answer}) == 1
-    best = {way: min(found) for way, found in seconds.items()}
     legs = {(leg.root, leg.lane): plan.leg_bytes(leg) for leg in plan.legs}
     wire = {(root, crew.worker(sampler, lane)): count for (root, lane), count in legs.items() for sampler in crew.samplers}
     over = {pair: links.get(pair, 0) / count for pair, count in wire.items()}
@@ -316,11 +316,10 @@ def measure(setting: Setting, cast: Cast, rounds: int) -> None:
     sent = [sum(count for (root, _), count in legs.items() if root == rank) for rank in range(TRAINERS)]
     print(f"{sum(spec.bytes for spec in plan.tensors) / 1e6:.0f} MB, {len(plan.legs)} groups, all built in {join_s:.2f} s")
     print(f"each root sends {min(sent) / 1e6:.0f} to {max(sent) / 1e6:.0f} MB to each of {SAMPLERS} samplers")
-    for way, found in seconds.items():
-        ratio = best[way] / best["lanes"]
-        print(f"{way:<8} {best[way]:>7.2f} s  {ratio:>6.2f} times lanes   rounds {' '.join(f'{s:.2f}' for s in found)}")
-    print(f"lanes to bare {best['lanes'] / best['bare']:.2f}, gather to lanes {best['gather'] / best['lanes']:.2f}")
-    print(f"lanes    {cpu_s:.2f} s of processors in the last round")
+    for kind, table in (("seconds", seconds), ("seconds of processors", processors)):
+        best = {way: min(found) for way, found in table.items()}
+        print(f"{kind}: {', '.join(f'{way} {value:.2f}' for way, value in best.items())}; ", end="")
+        print(f"lanes to bare {best['lanes'] / best['bare']:.2f}, gather to lanes {best['gather'] / best['lanes']:.2f}")
     print(f"digest   {statistics.median(rates) / 1e9:.2f} GB/s a core, the slowest {min(rates) / 1e9:.2f}")
     print(f"links    {min(over.values()):.4f} to {max(over.values()):.4f} of the plan's bytes; {besides} bytes besides")
     print(f"peak     {max(peaks):.2f} buckets")
