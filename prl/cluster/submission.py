@@ -24,6 +24,7 @@ from prl.cluster.script import render, submitit_folder, task_command, task_envir
 from prl.cluster.slurm import ended, job_state
 from prl.cluster.split import Kind, Split
 from prl.config.load import ConfigError, dump
+from prl.config.plain_files import read_plain
 from prl.config.schema import Config
 from prl.control.token import create_token
 from prl.runfolder.model import write_model_folder
@@ -151,7 +152,7 @@ def undone_on_error(config: Config, folder: RunFolder, attempt: int, *, resume: 
         folder.attempt(attempt).mkdir()
     except FileExistsError:
         raise SubmissionError(_taken(folder, attempt)) from None
-    before = folder.config.read_bytes() if resume else b""
+    before = read_plain(folder.config) if resume else b""
     latest = folder.latest.readlink() if folder.latest.is_symlink() else None
     try:
         publish_json(folder.submitting(attempt), _this_process())
@@ -165,7 +166,7 @@ def undone_on_error(config: Config, folder: RunFolder, attempt: int, *, resume: 
         if not resume:
             _empty(folder.path, remove=fresh)
             raise
-        if folder.config.read_bytes() != before:
+        if read_plain(folder.config) != before:
             publish(folder.config, before)
         if latest is not None:
             _point_latest(folder, latest)
@@ -260,7 +261,7 @@ def check_not_running(folder: RunFolder, *, host_is_gone: bool = False) -> None:
     attempts = folder.attempts()
     attempt = attempts[-1] if attempts else 0
     record = folder.attempt(attempt) / "submission.json"
-    is_submitted = record.exists()
+    is_submitted = os.path.lexists(record)
     if attempts and not is_submitted:
         _check_not_submitting(folder, attempt)
     # Looked for after the record: whoever has written that has started the job before.
@@ -293,7 +294,7 @@ def _check_not_submitting(folder: RunFolder, attempt: int) -> None:
             f"that it has no job, then remove {folder.attempt(attempt)}"
         )
     try:
-        by = json.loads(folder.submitting(attempt).read_text())
+        by = json.loads(read_plain(folder.submitting(attempt)))
         host, pid, created = str(by["host"]), int(by["pid"]), float(by["created"])
     except (OSError, ValueError, KeyError, TypeError):
         host, pid, created = "an unknown host", 0, 0.0
@@ -334,7 +335,7 @@ def _lives(pid: int, created: float) -> bool:
 def _read_submission(record: Path) -> tuple[str, str, str]:
     """(kind, job id, host) of an attempt."""
     try:
-        facts = json.loads(record.read_text())
+        facts = json.loads(read_plain(record))
         return str(facts["kind"]), str(facts["job_id"]), str(facts["host"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

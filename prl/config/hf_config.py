@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prl.config.plain_files import read_plain
 from prl.trainer.options import ModelOptions
 
 ARCHITECTURES = {
@@ -107,7 +108,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """From `folder`/config.json. Raises UnsupportedModelError with the key that is in the way."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_plain(path))
         if not isinstance(raw, dict):
             raise UnsupportedModelError("holds no keys and values; download it again")
         return model_config(raw)

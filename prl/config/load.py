@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import io
 import math
 import re
 import types
@@ -9,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from prl.config.bounds import bounds_of, describe
+from prl.config.plain_files import NotPlainError, open_plain
 from prl.config.schema import Config
 
 SHOWN = 80  # characters of a value, in messages
@@ -28,9 +30,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError naming the file, the key and the nearest known key or the bound."""
     path = Path(path)
     try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: is no regular file; name a YAML file, e.g. configs/quickstart.yaml")
-        loaded = OmegaConf.load(path)
+        loaded = read_yaml(path)
         if not isinstance(loaded, DictConfig):
             raise ConfigError(f"{path}: expected sections such as run: and model:, found a list")
         for override in overrides:
@@ -38,6 +38,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         plain = OmegaConf.to_container(loaded, resolve=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; the configs that come with prl are in configs/") from None
+    except NotPlainError as error:
+        raise ConfigError(f"{error}; name a YAML file, e.g. configs/quickstart.yaml") from error
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{path}: {key}{in_words(error)}") from error
@@ -51,6 +53,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if config is None or problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     return config
+
+
+def read_yaml(path: Path) -> DictConfig | ListConfig:
+    """Raises OSError, and YAMLError, OmegaConfBaseException, ValueError or RecursionError for what is no YAML."""
+    with open_plain(path) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+        return OmegaConf.load(text)
 
 
 def _apply(tree: DictConfig, override: str) -> None:

@@ -5,6 +5,8 @@ import os
 import secrets
 from pathlib import Path
 
+from prl.config.plain_files import read_plain
+
 
 def create_token(path: Path) -> str:
     """A new random token in a file that only its owner can read."""
@@ -18,7 +20,7 @@ def create_token(path: Path) -> str:
 
 
 def read_token(path: Path) -> str:
-    return path.read_text().strip()
+    return read_plain(path).decode().strip()
 
 
 def authorization(token: str) -> dict[str, str]:

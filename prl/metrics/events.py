@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from prl.config.plain_files import NotPlainError, open_plain
 from prl.runfolder.paths import listed
 from prl.runfolder.publish import storage
 
@@ -147,9 +148,10 @@ def read_events(path: Path | str, offset: int = 0, odd: list[str] | None = None)
     Meant for following a file that is still written, also from another machine: it opens the file anew each time, leaves a
     torn last line for the next call, and takes a file that is not there (yet) for an empty one. Lines that are no events
     (the torn line of an attempt that died) are skipped, and logged or, where somebody wants to know of them, added to `odd`.
+    Raises OSError, NotPlainError where it is no regular file.
     """
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             file.seek(offset)
             data = file.read()
     except FileNotFoundError:
@@ -182,9 +184,10 @@ class EventFollower:
         """The events since the last call, in order within each file; files are found as they come."""
         new: list[Event] = []
         for path in listed(self._folder, "*.jsonl"):
-            if not path.is_file():  # a pipe, say, would be waited for
+            try:
+                events, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
+            except NotPlainError:  # prl-report tells of it
                 continue
-            events, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
             new += events
         return new
 
@@ -196,7 +199,7 @@ def _finite_or_none(value: float) -> float | None:
 
 def _ends_within_a_line(path: Path) -> bool:
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             if file.seek(0, os.SEEK_END) == 0:
                 return False
             file.seek(-1, os.SEEK_END)

@@ -17,6 +17,7 @@ from prl.cluster.allocation import Allocation, read_allocation
 from prl.cluster.executors import SUBMITTER
 from prl.cluster.split import make_split
 from prl.config.load import load
+from prl.config.plain_files import read_plain
 from prl.config.schema import Config
 from prl.control.child import say
 from prl.control.garbage import leave_what_is_loaded
@@ -161,5 +162,5 @@ async def _find_orchestrator(path: Path, deadline_s: float) -> str:
         if time.monotonic() > end:
             raise TimeoutError(f"waited {deadline_s:.0f} s for rank 0 to write {path}: see its log in {path.parent}")
         await asyncio.sleep(POLL_S)
-    url: str = json.loads(path.read_text())["url"]
+    url: str = json.loads(read_plain(path))["url"]
     return url

@@ -1,6 +1,7 @@
 """Where an attempt starts: afresh, or from the last finished checkpoint with the ledger and the step files behind it."""
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
@@ -107,7 +108,7 @@ def dispatcher_settings(config: Config) -> DispatcherSettings:
 def _last_lineage(run: RunFolder) -> int:
     """The highest lineage that any attempt has used, also one that left no checkpoint."""
     try:
-        return max((read_plan(run.plan(n)).lineage for n in run.attempts() if run.plan(n).exists()), default=0)
+        return max((read_plan(run.plan(n)).lineage for n in run.attempts() if os.path.lexists(run.plan(n))), default=0)
     except PlanError as error:
         raise ResumeError(str(error)) from error
 

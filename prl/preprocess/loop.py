@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from prl.config.plain_files import read_plain
 from prl.control.child import Child
 from prl.control.client import ControlClient
 from prl.control.server import Bell
@@ -53,7 +54,7 @@ async def preprocess(child: Child, client: ControlClient) -> None:
 
 def _data_parallel_size(child: Child) -> int:
     """From the attempt's plan. Another number of ranks could deal the step files as well, only less evenly."""
-    return int(json.loads(child.run.plan(child.attempt).read_text())["data_parallel"])
+    return int(json.loads(read_plain(child.run.plan(child.attempt)))["data_parallel"])
 
 
 @dataclass(frozen=True)

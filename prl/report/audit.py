@@ -7,6 +7,7 @@ that is a fault only where the run says of itself that it ended well.
 Everything is held in columns: some 60 bytes an event of the ledger and some 50 a rollout; files are read one at a time.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -69,7 +70,7 @@ def audit(path: Path | str) -> Audit:
     """Audit a run, which may still go on. Raises ReportError where it is no run or its configuration cannot be read."""
     run = RunFolder(path)
     refuse_attempt(run)
-    if not run.config.is_file() or not run.ledgers.is_dir():
+    if not os.path.lexists(run.config) or not run.ledgers.is_dir():
         raise ReportError(f"{path}: no run lies there (it needs config.yaml and streams/ledger)")
     try:
         config = load(run.config)
@@ -106,7 +107,7 @@ def _forks(run: RunFolder, attempts: Sequence[int]) -> dict[int, int]:
     """Lineage to the step at which it left the one before, as the attempts' plans say."""
     forks: dict[int, int] = {}
     for plan in (run.plan(attempt) for attempt in attempts):
-        if plan.is_file():
+        if os.path.lexists(plan):
             forks |= read_plan(plan).forks
     return forks
 

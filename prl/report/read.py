@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from prl.config.load import in_words
+from prl.config.load import in_words, read_yaml
+from prl.config.plain_files import NotPlainError
 from prl.metrics import names
 from prl.metrics.events import YEAR_9999, Event, read_events
 from prl.runfolder.logs import log_end
@@ -128,7 +129,7 @@ def read_run(path: Path | str) -> RunRecord:
     refuse_attempt(run)
     attempts = run.attempts()
     ends: list[str] = []
-    if not run.config.is_file() and not attempts:
+    if not os.path.lexists(run.config) and not attempts:
         raise ReportError(
             f"{path}: this is no run folder: it has neither config.yaml nor attempt_001. Runs are usually in runs/"
         )
@@ -161,7 +162,7 @@ def refuse_attempt(folder: RunFolder) -> None:
 def _refused(run: RunFolder, attempts: Sequence[int]) -> Iterator[str]:
     """The checkpoints that attempts passed over."""
     for attempt in attempts:
-        if run.plan(attempt).exists():
+        if os.path.lexists(run.plan(attempt)):
             try:
                 yield from (f"attempt {attempt}: {words}" for words in read_plan(run.plan(attempt)).refused)
             except PlanError as error:
@@ -176,9 +177,13 @@ def _failed_saves(events: Iterable[Event]) -> Iterator[str]:
 
 def _events(folder: Path) -> tuple[list[Event], Sequence[str]]:
     """All events, and words for lines that are none and for what is no file (a pipe would be waited for)."""
-    paths = listed(folder, "*.jsonl")
-    odd = [f"{path}: is no regular file, and was left out" for path in paths if not path.is_file()]
-    events = [event for path in paths if path.is_file() for event in read_events(path, odd=odd)[0]]
+    events: list[Event] = []
+    odd: list[str] = []
+    for path in listed(folder, "*.jsonl"):
+        try:
+            events += read_events(path, odd=odd)[0]
+        except NotPlainError as error:
+            odd.append(f"{error}, and was left out")
     return events, odd if len(odd) <= ODD_LINES else [*odd[:ODD_LINES], f"and {len(odd) - ODD_LINES} lines more like these"]
 
 
@@ -210,12 +215,12 @@ def _evaluations(events: Iterable[Event]) -> Mapping[str, Table]:
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     # Not prl.config.load: a run of another version of prl, with other keys, has a report too.
-    if path.exists() and not path.is_file():
-        raise ReportError(f"{path}: is no regular file")
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(path))
+        plain = OmegaConf.to_container(read_yaml(path))
     except FileNotFoundError:
         return {}
+    except NotPlainError as error:
+        raise ReportError(str(error)) from error
     except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ReportError(f"{path}: not a configuration: {in_words(error)}") from error
     if not isinstance(plain, dict) or not isinstance(plain.get("run") or {}, dict):

@@ -9,6 +9,7 @@ from typing import Any
 
 import xxhash
 
+from prl.config.plain_files import open_plain, read_plain
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish_json
 
@@ -49,7 +50,7 @@ class Manifest:
 def part_of(folder: Path, path: Path) -> Part:
     """Read a file of a checkpoint once. Raises OSError."""
     digest, size = xxhash.xxh3_64(), 0
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         while piece := file.read(PIECE_BYTES):
             digest.update(piece)
             size += len(piece)
@@ -65,7 +66,7 @@ def write_manifest(run: RunFolder, manifest: Manifest) -> None:
 def read_manifest(path: Path) -> Manifest:
     """A manifest as it was written. Raises ManifestError for anything else."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_plain(path))
         checksum = content.pop("checksum")
         if checksum != _checksum(content):
             raise ManifestError(f"{path}: does not fit its own checksum: it was changed after it was written")

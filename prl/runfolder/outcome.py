@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from prl.config.plain_files import read_plain
 from prl.runfolder.publish import publish, publish_json
 
 DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
@@ -46,10 +47,10 @@ def _reserve_of(path: Path) -> Path:
 
 def read_outcome(path: Path) -> Outcome | None:
     """None where there is no such file. Raises OutcomeError."""
-    if not path.exists():
-        return None
     try:
-        facts = json.loads(path.read_bytes()) if path.is_file() else None
+        facts = json.loads(read_plain(path))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, RecursionError) as error:
         raise OutcomeError(f"{path}: cannot be read, and does not say how the attempt ended: {error}") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("outcome"), str):

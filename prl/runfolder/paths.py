@@ -149,7 +149,7 @@ class RunFolder:
     def manifests(self) -> list[tuple[int, Path]]:
         """(step, manifest.json) of every finished checkpoint, rising. A checkpoint without a manifest does not exist."""
         named = [(step, folder / "manifest.json") for step, folder in self.checkpoint_folders()]
-        return [(step, path) for step, path in named if path.exists()]
+        return [(step, path) for step, path in named if os.path.lexists(path)]
 
     def create(self) -> None:
         """Make the folder (for its owner alone) and what every run has in it."""
@@ -174,5 +174,6 @@ def listed(folder: Path, pattern: str) -> list[Path]:
 
 def run_of_attempt(path: Path) -> RunFolder | None:
     """The run of which `path` is one attempt's folder (`latest` is one, too), where it is that."""
-    run, folder = RunFolder(path.resolve().parent), path.resolve()
-    return run if run.config.is_file() and folder in [run.attempt(number) for number in run.attempts()] else None
+    folder = Path(os.path.realpath(path))
+    run = RunFolder(folder.parent)
+    return run if os.path.lexists(run.config) and folder in [run.attempt(number) for number in run.attempts()] else None

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prl.config.plain_files import read_plain
+
 
 class PlanError(Exception):
     """A plan.json is not what an attempt writes; the message names it and says what is wrong and what to do."""
@@ -20,7 +22,7 @@ class PlanFacts:
 def read_plan(path: Path) -> PlanFacts:
     """Raises PlanError."""
     try:
-        facts = json.loads(path.read_bytes())
+        facts = json.loads(read_plain(path))
         forks = {int(lineage): int(step) for lineage, step in facts["forks"].items()}
         return PlanFacts(int(facts["lineage"]), forks, tuple(str(words) for words in facts.get("refused", ())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from prl.config.plain_files import NotPlainError, open_plain, read_plain
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish_json, storage, sync_folder, write_all
 
@@ -38,10 +39,14 @@ def record_reclaimed(run: RunFolder, files: Iterable[Reclaimed]) -> None:
 def read_reclaimed(run: RunFolder) -> list[Reclaimed]:
     """All that was recorded. A torn line, whose files were not deleted, is passed over; raises ValueError for any other that
     is no record."""
-    if not run.reclaimed.exists():
+    try:
+        text = read_plain(run.reclaimed).decode(errors="replace")
+    except FileNotFoundError:
         return []
+    except NotPlainError as error:
+        raise ValueError(str(error)) from error
     found = []
-    for line in run.reclaimed.read_text(errors="replace").splitlines():
+    for line in text.splitlines():
         try:
             facts = json.loads(line)
         except ValueError:
@@ -67,9 +72,9 @@ def record_aside(kept: Path, groups: Iterable[tuple[int, int]]) -> None:
 def read_aside(run: RunFolder) -> Iterator[tuple[int, int]]:
     """(group, issue) of all that lies in quarantine and is known. Raises ValueError for a record that is none."""
     for kept in sorted(run.quarantine.glob("*.arrow")):
-        if _beside(kept).is_file():
+        if os.path.lexists(_beside(kept)):
             try:
-                for group, issue in json.loads(_beside(kept).read_text()):
+                for group, issue in json.loads(read_plain(_beside(kept))):
                     yield int(group), int(issue)
             except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"{_beside(kept)}: no record of a file in quarantine ({error!r})") from error
@@ -80,6 +85,6 @@ def _beside(kept: Path) -> Path:
 
 
 def _ends_with_newline(run: RunFolder) -> bool:
-    with run.reclaimed.open("rb") as record:
+    with open_plain(run.reclaimed) as record:
         record.seek(-1, os.SEEK_END)
         return record.read(1) == b"\n"

@@ -10,7 +10,6 @@ import errno
 import os
 import random
 import re
-import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import xxhash
 
+from prl.config.plain_files import NotPlainError, open_plain
 from prl.runfolder.publish import publish
 from prl.streams.guard import check_file
 from prl.streams.routings import ROUTINGS
@@ -31,8 +31,6 @@ FILE_NAME = re.compile(  # digits bounded so that the numbers fit where numbers 
 _SEQUENCES = 10**15
 _NOT_YET_VISIBLE = (errno.ENOENT, errno.ESTALE)
 _UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOTDIR)  # that file, and not for want of something here
-# Whatever a name says: a file that nobody could hold, sparse perhaps, must not take this machine's memory.
-_MOST_BYTES = min(2**35, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
 class StreamError(Exception):
@@ -196,27 +194,19 @@ def read_checked(
 
 
 def _read_checked(path: Path, size_bytes: int, checksum: str) -> pa.Buffer:
-    # Neither through a link to elsewhere nor from a pipe, which would never end.
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise StreamError(f"{path}: a link, not a file") from error
-        raise
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise StreamError(f"{path}: not a regular file")
-        if found.st_size != size_bytes:
-            raise StreamError(f"{path}: {found.st_size} bytes, announced were {size_bytes}: torn or not the file announced")
-        if size_bytes > _MOST_BYTES:
-            raise StreamError(f"{path}: {size_bytes} bytes; the most that is read of one file here is {_MOST_BYTES}")
+        file = open_plain(path, os.O_NOFOLLOW)
+    except NotPlainError as error:
+        raise StreamError(str(error)) from error
+    with file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if size != size_bytes:
+            raise StreamError(f"{path}: {size} bytes, announced were {size_bytes}: torn or not the file announced")
         data = pa.allocate_buffer(size_bytes)  # Arrow's memory is used again, which costs less than new
         rest = memoryview(data).cast("B")
-        while rest and (count := os.readv(descriptor, [rest])):
+        while rest and (count := os.readv(file.fileno(), [rest])):
             rest = rest[count:]
-    finally:
-        os.close(descriptor)
     return check_bytes(data.slice(0, size_bytes - len(rest)), size_bytes, checksum, path)
 
 

@@ -19,6 +19,7 @@ from typing import cast, get_args
 import numpy as np
 import pyarrow as pa
 
+from prl.config.plain_files import NotPlainError, read_plain
 from prl.flow.events import EventKind, LedgerEvent
 from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
@@ -143,7 +144,10 @@ def _encode(events: Sequence[LedgerEvent]) -> pa.Buffer:
 
 
 def _read(path: Path) -> Iterator[pa.Table]:
-    data = path.read_bytes()
+    try:
+        data = read_plain(path)
+    except NotPlainError as error:
+        raise StreamError(f"{error}: restore the file") from error
     at = 0
     while at < len(data):
         payload = _frame(data, at)

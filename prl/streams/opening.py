@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from pathlib import Path
 
+from prl.config.plain_files import read_plain
 from prl.control.token import read_token
 from prl.runfolder.paths import RunFolder
 from prl.streams.contract import Appender, Source
@@ -42,8 +42,8 @@ def _place(run: RunFolder, attempt: int, options: RedisOptions) -> tuple[str, st
     token = read_token(run.token)
     prefix = f"prl:{hashlib.sha256(token.encode()).hexdigest()[:16]}"
     if options.start:
-        return str(json.loads(run.redis_url(attempt).read_text())["url"]), token, prefix
+        return str(json.loads(read_plain(run.redis_url(attempt)))["url"]), token, prefix
     if not options.url:
         raise ValueError("streams.backend=redis needs streams.redis.start=true or streams.redis.url")
-    password = Path(options.password_file).read_text().strip() if options.password_file else None
+    password = read_plain(options.password_file).decode().strip() if options.password_file else None
     return options.url, password, prefix

@@ -1,7 +1,9 @@
 import json
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from prl.metrics.events import MetricsWriter
 from prl.report.read import ReportError, read_run
 from prl.report.render import render, sparkline
 from prl.report.summary import RUNNING_FOR_S, as_json, summarize
+from prl.runfolder.manifest import newest_manifest
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish_json
 from prl.streams.ledger import LedgerWriter
@@ -313,6 +316,68 @@ def test_what_is_damaged_in_a_run_is_a_note(tmp_path, capsys):
         assert f"{run.plan(2)}: is no plan of an attempt" in said.out
         assert main([str(run), "--json"]) == 0
         capsys.readouterr()
+
+
+def put(kind, path):
+    """Something that is no file, under a file's name."""
+    path.unlink(missing_ok=True)
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    else:
+        make = {
+            "pipe": os.mkfifo,
+            "loop": lambda path: path.symlink_to(path.name),
+            "device": lambda path: path.symlink_to("/dev/zero"),
+        }
+        make[kind](path)
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "loop"])
+def test_what_is_no_file_is_told_and_not_waited_for(tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    run = new_run(Path())
+    run.config.write_text("run: {name: demo}\n")
+    with LedgerWriter(run.ledger(1)) as ledger:
+        ledger.append([LedgerEvent(RolloutId(0, "digits/1", 0, 0, 0), "issued", Version(0, 0), -1, "")])
+    run.checkpoint(1).mkdir()
+    for path in (run.exit(1), run.plan(1), run.manifest(1), run.metrics / "a.jsonl", run.reclaimed, run.batch_log(1)):
+        put(kind, path)
+    assert main([str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "demo: unknown" in out
+    assert f"{run.exit(1)}: cannot be read, and does not say how the attempt ended" in out
+    assert f"{run.plan(1)}: is no plan of an attempt" in out
+    assert f"{run.metrics / 'a.jsonl'}: is " in out
+    assert main([str(run), "--audit"]) == 1
+    assert f"{run.exit(1)}: cannot be read" in capsys.readouterr().err
+    run.exit(1).unlink()
+    assert main([str(run)]) == 0  # looks for what the batch script said
+    assert main([str(run), "--audit"]) == 1
+    assert f"  {run.reclaimed}: is " in capsys.readouterr().out
+    run.reclaimed.unlink()
+    assert main([str(run), "--audit"]) == 1
+    assert f"  {run.plan(1)}: is no plan of an attempt" in capsys.readouterr().out
+    run.plan(1).unlink()
+    put(kind, ledger.path)
+    for options in ([], ["--audit"]):
+        main([str(run), *options])
+        assert f"{ledger.path}: is " in capsys.readouterr().out
+    manifest, refused = newest_manifest(run)
+    assert manifest is None
+    assert f"{run.manifest(1)}: is " in refused[0]
+    put(kind, run.config)
+    for options in ([], ["--audit"]):
+        assert main([str(run), *options]) == 1
+        assert capsys.readouterr().err.startswith(f"prl-report: error: {run.config}: is ")
+
+
+def test_a_folder_that_is_a_link_to_itself_is_told(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    for options in ([], ["--audit"]):
+        assert main([str(tmp_path / "loop"), *options]) == 1
+        assert str(tmp_path / "loop") in capsys.readouterr().err
 
 
 def test_checkpoints_that_were_passed_over_are_notes(tmp_path):

@@ -504,7 +504,7 @@ def test_a_long_sparse_file_takes_no_memory(tmp_path, monkeypatch):
     path = tmp_path / "sparse"
     path.touch()
     os.truncate(path, 2**20 + 1)
-    monkeypatch.setattr("prl.streams.files._MOST_BYTES", 2**20)
+    monkeypatch.setattr("prl.config.plain_files.MOST_BYTES", 2**20)
     before = pa.total_allocated_bytes()
     with pytest.raises(StreamError, match="1048577 bytes; the most that is read of one file here is 1048576"):
         read_checked(path, 2**20 + 1, "0" * 16)
