@@ -1,8 +1,18 @@
 """What a command prints: never an error of its own because of an encoding, a closed stream or a cause's control characters."""
 
+import errno
 import io
 import os
 import sys
+
+_TO_DO = {
+    errno.ENOENT: "it is gone, or nothing can be made there; name another",
+    errno.EACCES: "have its owner permit it (chmod), or name another",
+    errno.EPERM: "have its owner permit it, or name another",
+    errno.EROFS: "name one on another filesystem",
+    errno.ENOTDIR: "a part of the path is no folder; name another",
+    errno.ENAMETOOLONG: "give it a shorter name",
+}
 
 
 def prepare() -> None:
@@ -35,6 +45,20 @@ def tell(line: str) -> None:
         silence_broken()
 
 
-def printable(text: str) -> str:
+def refuse(program: str, *problems: str) -> None:
+    """A line on stderr for each problem."""
+    for problem in problems:
+        tell(f"{program}: error: {printable(problem, keep='')}")
+
+
+def in_words(error: OSError) -> str:
+    """What is wrong, where, and what to do."""
+    if error.strerror is None or error.filename is None:
+        return str(error)
+    to_do = _TO_DO.get(error.errno or 0)
+    return f"{os.fsdecode(error.filename)}: {error.strerror}{f'; {to_do}' if to_do else ''}"
+
+
+def printable(text: str, keep: str = "\n") -> str:
     """Control characters but line ends escaped: what a failed process or a model said must not move the reader's terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)

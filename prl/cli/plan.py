@@ -32,16 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         split = make_split(config)
         problems = shape_problems(config)
         if problems:
-            raise ConfigError("\n".join(problems))
+            raise ConfigError(*problems)
         print(split.describe(), flush=True)
     except BrokenPipeError:  # the reader has read enough
         return 0
     except ConfigError as error:
-        for line in str(error).splitlines():
-            console.tell(f"prl-plan: error: {console.printable(line)}")
+        console.refuse("prl-plan", *error.args)
         return 2
     except OSError as error:
-        console.tell(f"prl-plan: error: {console.printable(str(error))}")
+        console.refuse("prl-plan", console.in_words(error))
         return 1
     finally:
         console.silence_broken()

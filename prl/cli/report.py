@@ -2,10 +2,13 @@
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 
 from prl.cli import console
+from prl.config.checks import current_folder
+from prl.config.load import ConfigError
 from prl.report import audit
 from prl.report.read import ReportError, read_run
 from prl.report.render import render
@@ -22,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.prepare()
     options = parser.parse_args(arguments)
     try:
+        if not os.path.isabs(options.run):
+            current_folder()
         if options.audit:
             result = audit.audit(options.run)
             text = json.dumps(audit.as_json(result), indent=1) if options.json else console.printable(audit.render(result))
@@ -31,8 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(as_json(summary), indent=1) if options.json else console.printable(render(summary)), flush=True)
     except BrokenPipeError:  # the reader has read enough
         return 0
-    except (ReportError, OSError) as error:
-        console.tell(f"prl-report: error: {console.printable(str(error))}")
+    except (ReportError, ConfigError) as error:
+        console.refuse("prl-report", *error.args)
+        return 1
+    except OSError as error:
+        console.refuse("prl-report", console.in_words(error))
         return 1
     finally:
         console.silence_broken()

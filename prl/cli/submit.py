@@ -88,14 +88,19 @@ def _main(options: argparse.Namespace, interrupts: Interrupts) -> int:
             check_slurm(config, split)
         print(f"run {config.run.name} in {folder}\n{split.describe()}", flush=True)  # as long as nothing is there to be undone
         return _submit(config, split, folder, attempt, options, interrupts)
-    except (ConfigError, SlurmError) as error:
-        for line in str(error).splitlines():
-            console.tell(f"prl-submit: error: {console.printable(line)}")
+    except ConfigError as error:
+        console.refuse("prl-submit", *error.args)
         return BAD_INPUT
-    except (SubmissionError, ProgramError, OutcomeError, OSError) as error:
+    except SlurmError as error:
+        console.refuse("prl-submit", *str(error).splitlines())
+        return BAD_INPUT
+    except (SubmissionError, ProgramError, OutcomeError) as error:
+        console.refuse("prl-submit", *str(error).splitlines())
+        return FAILED
+    except OSError as error:
         if options.dry_run and isinstance(error, BrokenPipeError):
             raise
-        console.tell(f"prl-submit: error: {console.printable(str(error))}")
+        console.refuse("prl-submit", console.in_words(error))
         return FAILED
 
 
@@ -209,7 +214,7 @@ def _check(config: Config, *, resume: bool) -> None:
     if config.cluster.nodes is None:
         problems += _port_problems()
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(*problems)
 
 
 def _check_memory(config: Config, split: Split) -> None:

@@ -175,14 +175,16 @@ def undone_on_error(config: Config, folder: RunFolder, attempt: int, *, resume: 
 
 
 def _make_run_folder(folder: Path) -> bool:
-    """Make the folder; whether it was not there before."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """Make the folder; whether it was not there before. Raises SubmissionError."""
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)
-    except FileExistsError:
-        if not folder.is_dir():
-            raise
-        return False
+    except OSError as error:
+        if isinstance(error, FileExistsError) and folder.is_dir():
+            return False
+        raise SubmissionError(
+            f"run.folder = {folder}: cannot be made ({error.strerror}); choose another run.folder or run.name"
+        ) from error
     return True
 
 

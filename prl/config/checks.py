@@ -102,7 +102,7 @@ def check_numbers(config: Config) -> None:
     """What everything else reckons with. Raises ConfigError that lists every number out of its bounds, one a line."""
     outside = [*out_of_bounds(config), *_too_large(config)]
     if outside:
-        raise ConfigError("\n".join(outside))
+        raise ConfigError(*outside)
 
 
 def shape_problems(config: Config) -> list[str]:
@@ -139,7 +139,7 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     if config.cluster.nodes is None:
         problems += machine_problems(config, model, free_memory_bytes() if memory_bytes is None else memory_bytes)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(*problems)
     return _warnings(config)
 
 

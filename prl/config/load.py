@@ -18,11 +18,15 @@ from prl.config.bounds import bounds_of, describe
 from prl.config.plain_files import NotPlainError, open_plain
 from prl.config.schema import Config
 
+_Problem = tuple[str, str]  # the key, and what is wrong with it in words
 SHOWN = 80  # characters of a value, in messages
 
 
 class ConfigError(Exception):
-    """What is wrong with a configuration, where, and what to do; one line a problem."""
+    """What is wrong with a configuration, where, and what to do; each argument is one problem."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -42,17 +46,34 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{error}; name a YAML file, e.g. configs/quickstart.yaml") from error
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{path}: {key}{in_words(error)}") from error
+        raise ConfigError(f"{_source(error.full_key or '', path, overrides)}: {key}{in_words(error)}") from error
     except (OSError, YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {in_words(error)}") from error
     assert isinstance(plain, dict)
-    problems: list[str] = []
+    problems: list[_Problem] = []
     config: Config | None = _build(Config, plain, "", problems)
     if config is not None:
-        problems = out_of_bounds(config)
+        problems = list(_out_of_bounds(config, ""))
     if config is None or problems:
-        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+        raise ConfigError(*(f"{_source(key, path, overrides)}: {words}" for key, words in problems))
     return config
+
+
+def _source(key: str, path: Path, overrides: Sequence[str]) -> str:
+    """Where the value of a key stands: in the last override of it, of what it belongs to or of what belongs to it, or else in
+    the file."""
+    wanted = _parts(key)
+    for override in reversed(overrides):
+        name, _, text = override.partition("=")
+        parts = _parts(name)
+        if wanted and wanted[: len(parts)] == parts[: len(wanted)]:
+            empty = f" (nothing behind = is null, {name}=\"''\" is empty text)" if not text else ""
+            return f"--set {shown(override)}{empty}"
+    return str(path)
+
+
+def _parts(key: str) -> list[str]:
+    return [part for part in re.split(r"[.\[\]]", key) if part]
 
 
 def read_yaml(path: Path) -> DictConfig | ListConfig:
@@ -65,17 +86,17 @@ def _apply(tree: DictConfig, override: str) -> None:
     """Set one key; entries of lists go by their number: domains.0.weight=2."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {shown(override)}: write key=value, e.g. run.steps=10 or domains.0.weight=2")
+        raise ConfigError(f"--set {shown(override)}: write key=value, e.g. run.steps=10 or domains.0.weight=2")
     if re.search(r"^\.|\.\.|\.$", key):
-        raise ConfigError(f"override {shown(override)}: between two dots of a key is nothing; write e.g. domains.0.weight=2")
-    if any(re.fullmatch(r"-\d+", part) for part in re.split(r"[.\[\]]", key)):
-        raise ConfigError(f"override {shown(override)}: entries of lists are counted from 0, e.g. domains.0.weight=2")
+        raise ConfigError(f"--set {shown(override)}: between two dots of a key is nothing; write e.g. domains.0.weight=2")
+    if any(re.fullmatch(r"-\d+", part) for part in _parts(key)):
+        raise ConfigError(f"--set {shown(override)}: entries of lists are counted from 0, e.g. domains.0.weight=2")
     try:
         OmegaConf.update(tree, key, OmegaConf.from_dotlist([f"value={text}"])["value"], force_add=True)
     except IndexError:
-        raise ConfigError(f"override {shown(override)}: the list has no such entry; they are counted from 0") from None
+        raise ConfigError(f"--set {shown(override)}: the list has no such entry; they are counted from 0") from None
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError) as error:
-        raise ConfigError(f"override {shown(override)}: {in_words(error)}") from error
+        raise ConfigError(f"--set {shown(override)}: {in_words(error)}") from error
 
 
 def shown(value: Any) -> str:
@@ -103,10 +124,10 @@ def in_words(error: Exception) -> str:
 
 def out_of_bounds(config: Config) -> list[str]:
     """A line for each value that is outside of the bounds in its option's annotation, with key, value and bounds."""
-    return list(_out_of_bounds(config, ""))
+    return [words for _, words in _out_of_bounds(config, "")]
 
 
-def _out_of_bounds(options: Any, where: str) -> Iterator[str]:
+def _out_of_bounds(options: Any, where: str) -> Iterator[_Problem]:
     hints = get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):
         value, name = getattr(options, field.name), f"{where}{field.name}"
@@ -117,11 +138,11 @@ def _out_of_bounds(options: Any, where: str) -> Iterator[str]:
                 if dataclasses.is_dataclass(item):
                     yield from _out_of_bounds(item, f"{name}[{number}].")
         elif isinstance(value, float) and not math.isfinite(value):
-            yield f"{name} = {shown(value)}: must be a finite number"
+            yield name, f"{name} = {shown(value)}: must be a finite number"
         elif isinstance(value, int | float):
             bounds = bounds_of(hints[field.name])
             if not all(bound.holds(value) for bound in bounds):
-                yield f"{name} = {shown(value)}: must be {describe(bounds)}"
+                yield name, f"{name} = {shown(value)}: must be {describe(bounds)}"
 
 
 def dump(config: Config) -> str:
@@ -145,7 +166,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _build(cls: type, values: Mapping[Any, Any], where: str, problems: list[str]) -> Any:
+def _build(cls: type, values: Mapping[Any, Any], where: str, problems: list[_Problem]) -> Any:
     """An instance of the options class `cls`; problems found on the way are appended, and None stands for a broken one."""
     hints = get_type_hints(cls)
     before = len(problems)
@@ -155,17 +176,17 @@ def _build(cls: type, values: Mapping[Any, Any], where: str, problems: list[str]
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1)
             hint = f"did you mean {where}{near[0]}?" if near else f"known keys here: {', '.join(hints)}"
-            problems.append(f"unknown key {name}; {hint}")
+            problems.append((name, f"unknown key {name}; {hint}"))
             continue
         arguments[key] = _convert(hints[key], value, name, problems)
     for field in dataclasses.fields(cls):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in values:
-            problems.append(f"{where}{field.name} is missing")
+            problems.append((f"{where}{field.name}", f"{where}{field.name} is missing"))
     return cls(**arguments) if len(problems) == before else None
 
 
-def _convert(kind: Any, value: Any, name: str, problems: list[str]) -> Any:
+def _convert(kind: Any, value: Any, name: str, problems: list[_Problem]) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _convert(arguments[0], value, name, problems)
@@ -173,41 +194,41 @@ def _convert(kind: Any, value: Any, name: str, problems: list[str]) -> Any:
         return _convert_union(arguments, value, name, problems)
     if origin is Literal:
         if value not in arguments:
-            problems.append(f"{name}: expected one of {', '.join(map(str, arguments))}; found {shown(value)}")
+            problems.append((name, f"{name}: expected one of {', '.join(map(str, arguments))}; found {shown(value)}"))
         return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if isinstance(value, Mapping):
             return _build(kind, value, f"{name}.", problems)
-        problems.append(f"{name}: expected keys and values, found {_kind(value)}")
+        problems.append((name, f"{name}: expected keys and values, found {_kind(value)}"))
     elif origin is tuple:
         if isinstance(value, list | tuple):
             return tuple(_convert(arguments[0], item, f"{name}[{i}]", problems) for i, item in enumerate(value))
-        problems.append(f"{name}: expected a list, found {_kind(value)}")
+        problems.append((name, f"{name}: expected a list, found {_kind(value)}"))
     elif isinstance(origin, type) and issubclass(origin, Mapping):
         if isinstance(value, Mapping):
             return {str(key): _convert(arguments[1], item, f"{name}.{key}", problems) for key, item in value.items()}
-        problems.append(f"{name}: expected keys and values, found {_kind(value)}")
+        problems.append((name, f"{name}: expected keys and values, found {_kind(value)}"))
     elif kind is Any:
         return value
     elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
-            problems.append(f"{name} = {shown(value)}: is too large for a number")
+            problems.append((name, f"{name} = {shown(value)}: is too large for a number"))
     elif isinstance(kind, type) and isinstance(value, kind) and not (kind is not bool and isinstance(value, bool)):
         return value
     else:
-        problems.append(f"{name}: expected {_type_name(kind)}, found {_found(value)}")
+        problems.append((name, f"{name}: expected {_type_name(kind)}, found {_found(value)}"))
     return None
 
 
-def _convert_union(kinds: Sequence[Any], value: Any, name: str, problems: list[str]) -> Any:
+def _convert_union(kinds: Sequence[Any], value: Any, name: str, problems: list[_Problem]) -> Any:
     if value is None and types.NoneType in kinds:
         return None
     exact = next((kind for kind in kinds if type(value) is kind), None)
     candidates = [exact] if exact else [kind for kind in kinds if kind is not types.NoneType]
     for kind in candidates:
-        trial: list[str] = []
+        trial: list[_Problem] = []
         converted = _convert(kind, value, name, trial)
         if not trial:
             return converted
@@ -215,7 +236,7 @@ def _convert_union(kinds: Sequence[Any], value: Any, name: str, problems: list[s
         problems.extend(trial)
     else:
         expected = " or ".join(_type_name(kind) for kind in kinds)
-        problems.append(f"{name}: expected {expected}, found {_found(value)}")
+        problems.append((name, f"{name}: expected {expected}, found {_found(value)}"))
     return None
 
 

@@ -42,7 +42,7 @@ def replay_problems(config: Config) -> Iterator[str]:
     try:
         original = load(run.config)
     except ConfigError as error:
-        yield f"run.replay = {run}: its configuration cannot be read: {error}"
+        yield from (f"run.replay = {run}: its configuration cannot be read: {problem}" for problem in error.args)
         return
     theirs, ours = asdict(original.model), asdict(config.model)
     for key in (key for key in ours if theirs[key] != ours[key]):

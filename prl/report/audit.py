@@ -75,7 +75,7 @@ def audit(path: Path | str) -> Audit:
     try:
         config = load(run.config)
     except ConfigError as error:
-        raise ReportError(str(error)) from error
+        raise ReportError(*error.args) from error
     attempts = run.attempts()
     ended = _outcome(run, attempts[-1]) if attempts else None
     result = Audit(str(run.path.resolve()), len(attempts), config.run.replay, ended)

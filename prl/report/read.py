@@ -33,7 +33,7 @@ ODD_LINES = 10  # of the metrics, that are told one by one
 
 
 class ReportError(Exception):
-    """The folder holds no run, or nothing that can be read."""
+    """The folder holds no run, or nothing that can be read; each argument is one problem."""
 
 
 @dataclass(frozen=True)

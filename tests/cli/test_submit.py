@@ -552,16 +552,6 @@ def test_plan_has_a_word_for_an_output_that_takes_nothing(config):
         assert (done.returncode, done.stderr) == (code, words)
 
 
-def test_a_current_folder_that_was_deleted(config, capsys):
-    (config / "gone").mkdir()
-    os.chdir(config / "gone")
-    (config / "gone").rmdir()
-    for command, name in ((submit, "prl-submit"), (plan, "prl-plan")):
-        assert command.main([str(config / "c.yaml")]) == 2
-        said = f"{name}: error: the current folder does not exist any more; change to one that does\n"
-        assert capsys.readouterr().err == said
-
-
 @pytest.mark.parametrize("command", ["submit", "plan", "report"])
 def test_ctrl_c_while_a_command_is_still_being_imported(config, command):
     """Its import stands still at a module that waits."""

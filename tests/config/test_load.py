@@ -137,7 +137,7 @@ def test_what_omegaconf_says_of_itself_is_left_out(tmp_path, text, words):
     with pytest.raises(ConfigError) as caught:
         load(path)
     assert str(caught.value) == f"{path}: {words}"
-    with pytest.raises(ConfigError, match=r"^override 'run.name=\$\{run.name\}': Interpolation key 'run.name' not found$"):
+    with pytest.raises(ConfigError, match=r"^--set 'run.name=\$\{run.name\}': Interpolation key 'run.name' not found$"):
         load(written(tmp_path, GOOD), ["run.name=${run.name}"])
 
 
@@ -210,7 +210,26 @@ def test_all_problems_come_at_once(tmp_path):
 def test_values_stay_within_their_bounds(tmp_path, override, words):
     with pytest.raises(ConfigError) as caught:
         load(written(tmp_path, GOOD), [override])
-    assert str(caught.value) == f"{tmp_path / 'config.yaml'}: {words}"
+    assert str(caught.value) == f"--set {override!r}: {words}"
+
+
+def test_a_problem_is_told_with_the_override_that_made_it_or_else_with_the_file(tmp_path):
+    """An override of a key, of what holds it, and of something in it; the last one counts."""
+    path = written(tmp_path, GOOD + "verifier: {check_s: x}\n")
+    overrides = ["model.path=", "run.steps=1", "control=3", "run.steps=many", "domains.0.weight=0", "actor.max_tokens.x=3"]
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    assert set(caught.value.args) == {
+        f"{path}: verifier.check_s: expected a number, found text 'x'",
+        "--set 'model.path=' (nothing behind = is null, model.path=\"''\" is empty text): model.path: expected text, found "
+        "null",
+        "--set 'run.steps=many': run.steps: expected a whole number, found text 'many'",
+        "--set 'control=3': control: expected keys and values, found a whole number",
+        "--set 'actor.max_tokens.x=3': actor.max_tokens: expected a whole number, found keys and values {'x': 3}",
+    }
+    with pytest.raises(ConfigError, match=r"^--set 'domains.0.weight=0': domains\[0\].weight = 0.0: must be above 0"):
+        load(written(tmp_path, GOOD), ["domains.0.weight=0"])
+    assert load(written(tmp_path, GOOD), ["model.path=''"]).model.path == ""
 
 
 def test_every_number_has_a_bound_or_may_be_anything():
