@@ -112,6 +112,8 @@ def sampler_shards(model: ModelConfig, workers: int) -> list[tuple[Shard, ...]]:
         misfit = f"does not divide the vocabulary padded to {padded}"
     if not misfit and model.experts and model.expert_ffn_size % workers:
         misfit = f"does not divide the width of experts, {model.expert_ffn_size}"
+    if not misfit and 0 < model.experts < workers:
+        misfit = f"is more than the model's {model.experts} experts"
     if misfit:
         raise ValueError(f"sample.tensor_parallel = {workers} {misfit}")
     table = list(_numbered(model))

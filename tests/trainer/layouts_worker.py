@@ -4,6 +4,7 @@ FOLDER/ranks_<n>/<layout>.npz, for the tests to compare with those of one rank."
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from trainer_data import BASE, facts, merged, microbatches, without_reference
 
 from prl.config.hf_config import ModelConfig, model_config
+from prl.config.layout import layout_of
 from prl.streams.records import MicroBatch
 from prl.trainer.options import TrainOptions
 
@@ -155,6 +157,7 @@ def main(folder: Path) -> None:
     from prl.trainer.reference import build_reference
     from prl.trainer.step import train_step
     from prl.trainer.table import random_weights
+    from prl.weights.shards import trainer_shards
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     results = folder / f"ranks_{ranks}"
@@ -164,6 +167,27 @@ def main(folder: Path) -> None:
         for name, tensor in random_weights(config, 3):
             whole = tensor[...]
             yield name, whole if whole.ndim == 1 else whole * 5
+
+    def unlike_the_plan(chunks: list[torch.nn.Module], config: ModelConfig, options: TrainOptions) -> list[str]:
+        """Parameters of this rank that differ, in name, size or contents, from what plans of lanes take from it."""
+        parameters = {name: parameter.detach() for name, parameter in named_parameters(chunks).items()}
+        full = [tensor.reshape(len(tensor), -1) for _, tensor in weights(config)]
+        rows: Counter[str] = Counter()
+        wrong = []
+        for held in trainer_shards(config, layout_of(options), ranks)[rank]:
+            name = next((name for name in held.parameters if name in parameters), None)
+            if name is None:
+                wrong.append(f"no {' or '.join(held.parameters)}")
+                continue
+            matrix, tile = parameters[name].reshape(len(parameters[name]), -1), held.tile
+            expected = full[tile.tensor][tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns]
+            if not torch.equal(matrix[held.index(tile)], expected.to(matrix.dtype)) or matrix.shape[1] != tile.columns:
+                wrong.append(name)
+            rows[name] += tile.rows
+        for name, parameter in parameters.items():
+            if rows[name] != len(parameter) and (parameter[rows[name] :] != 0).any():  # zeros pad the vocabulary
+                wrong.append(f"{name} has {len(parameter)} rows, not {rows[name]}")
+        return wrong
 
     def exported(engine: Engine) -> dict[str, np.ndarray]:
         if not shares_weights():
@@ -239,8 +263,12 @@ def main(folder: Path) -> None:
         for gpt in map(unwrap, chunks):
             if hasattr(gpt, "value_head"):
                 gpt.value_head.weight.data.copy_(torch.linspace(-0.4, 0.5, config.hidden_size))
+        unlike = [
+            f"rank {number}: {wrong}" for number, wrong in enumerate(channel.gather(unlike_the_plan(chunks, config, options)))
+        ]
         engine = build_engine(chunks, config, options, reference)
         found = {f"start:{key}": value for key, value in (exported(engine) | value_head(engine, channel, "data")).items()}
+        found["unlike_the_plan"] = np.array([words for words in unlike if not words.endswith(": []")], dtype=str)
         found["reference"] = np.array(str(engine.reference.digest if engine.reference else None))
         batches = [without_reference(batch) for batch in microbatches()]
         if model == "routed":

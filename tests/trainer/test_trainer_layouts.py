@@ -120,6 +120,11 @@ def test_a_stopped_gradient_of_the_value_loss_reaches_the_head_alone(results):
 
 
 @pytest.mark.parametrize(("ranks", "model", "name"), ALL)
+def test_ranks_hold_what_plans_of_lanes_take_from_them(results, ranks, model, name):
+    assert results[ranks, f"{model}_{name}"]["unlike_the_plan"].tolist() == []
+
+
+@pytest.mark.parametrize(("ranks", "model", "name"), ALL)
 def test_ranks_hold_what_was_estimated(results, ranks, model, name):
     """Buffers are padded where the optimizer is shared, and so are the shares of small tensors."""
     options = replace(OPTIONS, **LAYOUTS[ranks][model][name])
