@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
+
 from lane_cases import BASE, EXPERTS, MODELS, TENSOR, check_transfer, layouts, numbered_tensors, rank_parameters, worker_tensors
+from lane_plans import MODELS as MODELS_OF_SIZE
 
 from prl.config.hf_config import ModelConfig, model_config
 from prl.config.layout import Layout, tensor_misfit
@@ -21,23 +25,10 @@ from prl.weights.shards import sampler_shards, trainer_shards
 from prl.weights.traffic import scheduled_s, traffic
 
 LINK = 46e9  # bytes a second that 400 Gb/s carry
-LARGE = BASE | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
-SIZES = {
-    "7B": LARGE
-    | {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
-    | {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
-    "32B": LARGE | {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64},
-    "70B": LARGE
-    | {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256},
-    "235B": LARGE
-    | {"model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94}
-    | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
-    | {"norm_topk_prob": True},
-}
 
 
 def sized(name: str) -> ModelConfig:
-    return model_config(SIZES[name])
+    return model_config(MODELS_OF_SIZE[name])
 
 
 def laid_out(tensor: int = 1, pipeline: int = 1, virtual: int = 1, expert: int = 1, context: int = 1) -> Layout:
