@@ -57,7 +57,7 @@ def _pools(model: ModelConfig, layout: Layout, plan: LanePlan) -> dict[Holders, 
                 if tile is not None:
                     pools.setdefault(holders, {}).setdefault(lane, []).append(tile)
                     found += tile.elements
-            assert found == shard.tile.elements, f"trainer ranks hold {found} elements of {shard} in {sources}"
+            assert found == shard.tile.elements, f"trainer ranks hold {found} of the elements of {shard}"
     return pools
 
 
