@@ -9,7 +9,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
@@ -71,19 +71,25 @@ def cases(draw: st.DrawFn) -> tuple[ModelConfig, Layout, int, int, int]:
         "tie_word_embeddings": draw(st.booleans()),
     }
     model = model_config(BASE | raw | (experts if architecture == "qwen3_moe" else {}))
-    tensor, workers = pick(1, 2, 3, 4, 6, 8), pick(1, 2, 4, 8)
-    assume(not tensor_misfit(model, tensor) and not tensor_misfit(model, workers))
-    assume(not model.experts or (not model.expert_ffn_size % workers and workers <= model.experts))
-    expert = draw(st.sampled_from([n for n in (1, 2, 3, 4) if model.experts % n == 0])) if model.experts else 1
+    fitting = [n for n in (1, 2, 3, 4, 6, 8) if not tensor_misfit(model, n)]
+    tensor = pick(*fitting)
+    shared = [n for n in fitting if not model.experts or (model.expert_ffn_size % n == 0 and n <= model.experts)]
+    workers = pick(*(n for n in shared if n not in (3, 6)))  # vocabularies are padded to 64
+    expert = pick(*(n for n in (1, 2, 3, 4) if model.experts % n == 0)) if model.experts else 1
     layout = laid_out(tensor, stages, turns, expert, context=pick(1, 1, 2))
-    return model, layout, layout.unit * pick(1, 2, 3), workers, draw(st.integers(4 * model.hidden_size, 10000))
+    return (
+        model,
+        layout,
+        layout.unit * (pick(1, 2, 3) if layout.unit <= 16 else 1),
+        workers,
+        draw(st.integers(4 * model.hidden_size, 10000)),
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_every_element_of_any_model_comes_once(case):
     model, layout, ranks, workers, bucket_bytes = case
-    assume(ranks <= 48)
     row_bytes = 4 * max(model.hidden_size, model.ffn_size, model.heads * model.head_dim, model.expert_ffn_size)
     plan = compile_plan(model, layout, ranks, workers, "float32")
     check_transfer(plan, model, layout, max(bucket_bytes, row_bytes), numbered_tensors(model))
@@ -235,7 +241,6 @@ def test_a_large_plan_is_made_within_seconds():
 def test_nobody_waits_in_a_circle(case):
     """Everybody does its own part in its order, and a transfer takes place once both are at it."""
     model, layout, ranks, workers, _ = case
-    assume(ranks <= 48)
     plan = compile_plan(model, layout, ranks, workers, "float32")
     bucket_bytes = 4 * max(model.hidden_size, model.ffn_size, model.heads * model.head_dim, model.expert_ffn_size)
     waiting: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
