@@ -410,7 +410,8 @@ def _places(update: Update, body: Mapping[str, Any], group_s: float) -> list[dic
     places, offset = [], 1
     for replica in update.replicas:
         place = {"master_address": body["master_address"], "master_port": body["master_port"], "rank_offset": offset}
-        group = {"world_size": _world_size(update.replicas), "epoch": update.epoch, "timeout_s": group_s}
+        world_size = _world_size(update.replicas)
+        group = {"world_size": world_size, "epoch": update.epoch, "timeout_s": group_s, "facts": body["facts"]}
         places.append(place | group)
         offset += replica.workers
     return places

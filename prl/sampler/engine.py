@@ -6,6 +6,7 @@ version counts. Parameters keep their storage, so nothing has to be rebuilt.
 """
 
 import asyncio
+import os
 import threading
 import time
 import traceback
@@ -15,22 +16,26 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from prl.control.child import Child, child_from_environment
+from prl.config.hf_config import read_model_config
+from prl.config.tensors import tensor_shapes
+from prl.control.child import Child, child_from_environment, say
 from prl.control.client import ControlClient
 from prl.flow.versions import Version
 from prl.sampler.link import Link
 from prl.sampler.placement import Placement, place
 from prl.weights import digest
+from prl.weights.agreement import Facts, check_agreement, facts
 from prl.weights.group import TransportError
 from prl.weights.plan import TensorSpec, from_json
-from prl.weights.transport import SamplerEnd
+from prl.weights.transport import SamplerEnd, libraries
 
 SHUTDOWN_S = 2.0  # that the transfer group has to end before the process does
 
 
 @dataclass(kw_only=True)
 class ConnectInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the group of an epoch meets. `tensors`, where given, are checked against the model at once."""
+    """Where the group of an epoch meets. The trainer's `facts` are compared with ours before, and `tensors`, where given,
+    checked against the model."""
 
     master_address: str
     master_port: int
@@ -38,6 +43,7 @@ class ConnectInfo(WeightTransferInitInfo):  # type: ignore[misc]
     world_size: int
     epoch: int
     timeout_s: float
+    facts: dict[str, Any]
     tensors: list[list[Any]] | None = None
 
 
@@ -78,6 +84,9 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
     # What vLLM's worker calls.
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
+        harmless = check_agreement(Facts.from_json(init_info.facts), self._facts())
+        if harmless:
+            say(f"prl: differences from the trainer that do no harm: {harmless}")
         if init_info.tensors is not None:
             self._place(from_json(init_info.tensors))
         if self._link is not None:
@@ -173,6 +182,20 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             await client.call(
                 "staged", where | body, deadline_s=child.config.weights.update_s, reason="reporting a staged version"
             )
+
+    def _facts(self) -> Facts:
+        """Each from where this worker has it, not from the trainer."""
+        child, dtype = self._child, str(self.model_config.dtype).removeprefix("torch.")
+        shapes = tensor_shapes(read_model_config(child.run.model))
+        return facts(
+            f"sampler {child.index}, worker {self.parallel_config.rank},",
+            os.uname().nodename,
+            libraries=libraries(self.device),
+            dtype=dtype,
+            tensors=[TensorSpec(name, dtype, shape) for name, shape in shapes.items()],
+            bucket_bytes=child.config.weights.bucket_mib * 2**20,
+            environment=os.environ,
+        )
 
     def _place(self, specs: list[TensorSpec]) -> list[Placement]:
         return place(self.model, bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False)), specs)

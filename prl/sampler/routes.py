@@ -11,7 +11,15 @@ from starlette.responses import JSONResponse, Response
 from prl.flow.versions import Version
 from prl.sampler.replica import CommitRefused, Replica
 
-_CONNECT = {"master_address": str, "master_port": int, "rank_offset": int, "world_size": int, "epoch": int, "timeout_s": float}
+_CONNECT = {
+    "master_address": str,
+    "master_port": int,
+    "rank_offset": int,
+    "world_size": int,
+    "epoch": int,
+    "timeout_s": float,
+    "facts": dict,
+}
 _RECEIVE = {"lineage": int, "step": int, "epoch": int, "tensors": list, "bucket_bytes": int}
 _FENCE: dict[str, type] = {"reason": str}
 _COMMIT = {"lineage": int, "step": int, "digest": str, "clear_cache": bool}
@@ -21,8 +29,9 @@ def add_routes(app: Starlette, replica: Replica, direct: Iterable[str]) -> None:
     """`direct`: paths that are answered before the application is asked; for the list of routes alone."""
 
     async def connect(request: Request) -> Response:
-        """{master_address, master_port, rank_offset, world_size, epoch, timeout_s, tensors?}: join the transfer group of an
-        epoch, in a thread. 400 where `tensors` are given and do not fit the model."""
+        """{master_address, master_port, rank_offset, world_size, epoch, timeout_s, facts, tensors?}: join the transfer group
+        of an epoch, in a thread. 400 where the trainer's `facts` (prl/weights/agreement.py) and ours do not go together, or
+        `tensors` are given and do not fit the model."""
         body = await _body(request, _CONNECT)
         await replica.connect(_checked(body, _CONNECT) | {key: body[key] for key in ("tensors",) if key in body})
         return JSONResponse({})

@@ -1,5 +1,6 @@
 """New versions on their way out: offered to the orchestrator, sent to the samplers, reported."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,10 +18,11 @@ from prl.trainer.engine import Engine
 from prl.trainer.mapping import export_weights
 from prl.trainer.model import DTYPES
 from prl.trainer.parallel import Channel, shares_weights
+from prl.weights.agreement import Facts, facts
 from prl.weights.group import TransportError
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, to_json
-from prl.weights.transport import SendReport, TrainerEnd
+from prl.weights.transport import SendReport, TrainerEnd, libraries
 
 WATCH_AFTER_S = 0.5  # a transfer that lasts so long is asked about: somebody may be gone in it
 POLL_S = 10.0  # deadline of that question; the orchestrator answers sooner
@@ -52,6 +54,7 @@ class WeightsOut:
         self._options = options
         self._extra_s = start_s
         self._specs = [TensorSpec(name, dtype, shape) for name, shape in tensor_shapes(engine.config).items()]
+        self._facts = self._own_facts()
         self._end = TrainerEnd(host, options, device.device()) if client is not None else None
         self._epoch = -1
         self._shares_weights = shares_weights()
@@ -90,12 +93,25 @@ class WeightsOut:
                 "master_address": self._end.master_address,
                 "master_port": self._end.master_port,
                 "epoch": self._epoch,
+                "facts": self._facts.to_json(),
             },
             deadline_s=self._options.group_s + 2 * self._options.update_s + self._extra_s,
             reason=f"samplers getting ready for version {step}",
         )
         self._extra_s = 0.0
         return answer
+
+    def _own_facts(self) -> Facts:
+        """What samplers compare with theirs before they join a group."""
+        return facts(
+            "the trainer",
+            os.uname().nodename,
+            libraries=libraries(device.device()),
+            dtype=str(self._dtype).removeprefix("torch."),
+            tensors=self._specs,
+            bucket_bytes=self._options.bucket_mib * 2**20,
+            environment=os.environ,
+        )
 
     def _send(self, client: ThreadedClient, step: int, answer: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
         """To the group of the answer. False: that failed, and the group is left."""

@@ -23,6 +23,14 @@ class SendReport:
     digest: int
 
 
+def libraries(device: torch.device | str) -> dict[str, str]:
+    """torch and what carries tensors of this device, with their versions."""
+    if torch.device(device).type != "cuda":
+        return {"torch": torch.__version__, "library": "gloo"}  # which is a part of torch
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {"torch": torch.__version__, "library": "NCCL", "NCCL": nccl}
+
+
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 

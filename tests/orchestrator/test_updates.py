@@ -17,7 +17,9 @@ from prl.weights.options import WeightsOptions
 
 TOKEN = "t"
 OPTIONS = WeightsOptions(group_s=2, update_s=0.5, bucket_mib=1)
-OFFER = {"lineage": 0, "step": 4, "tensors": [["a", "float32", [2]]], "master_address": "127.0.0.1", "master_port": 1}
+FACTS = {"who": "the trainer", "host": "node7", "settings": {"torch": "2.9.0"}}
+MEETING = {"master_address": "127.0.0.1", "master_port": 1, "facts": FACTS}
+OFFER = {"lineage": 0, "step": 4, "tensors": [["a", "float32", [2]]], **MEETING}
 WORKERS = [1, 2, 1]
 REFUSES, STANDS_STILL, FAILS, DIES = "refuses", "stands still", "fails", "dies"
 
@@ -147,6 +149,7 @@ def test_a_version_is_armed_verified_and_committed_on_all_samplers():
         assert answer == {"epoch": 3, "world_size": 5, "send": True}  # three have come, one after another
         offsets = [sampler.calls[0][1]["rank_offset"] for sampler in rig.samplers]
         assert offsets == [1, 2, 4]  # rank 0 is the trainer, the second sampler has two workers
+        assert all(MEETING.items() <= sampler.calls[0][1].items() for sampler in rig.samplers)
         assert all(sampler.verbs() == ["connect", "receive"] for sampler in rig.samplers)
         await rig.stage(0, 1, 2)
         assert not rig.committed  # not before the trainer has said what it sent

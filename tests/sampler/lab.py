@@ -31,16 +31,19 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from prl.config.hf_config import read_model_config
 from prl.config.load import dump
 from prl.config.schema import Config
+from prl.config.tensors import tensor_shapes
 from prl.control.server import ControlServer, Member
 from prl.control.token import authorization, create_token
 from prl.runfolder.paths import RunFolder
 from prl.sampler.options import SampleOptions
+from prl.weights.agreement import facts
 from prl.weights.digest import digest
 from prl.weights.options import WeightsOptions
-from prl.weights.plan import to_json
-from prl.weights.transport import SendReport, TrainerEnd, spec_of
+from prl.weights.plan import TensorSpec, to_json
+from prl.weights.transport import SendReport, TrainerEnd, libraries, spec_of
 
 torch.set_num_threads(1)  # the sampler needs a core too
 HOST = "127.0.0.1"
@@ -151,6 +154,7 @@ class Lab:
     log: Path
     start_s: float
     sockets: Path  # where the sampler makes the folder for vLLM's sockets
+    folder: RunFolder
     epoch: int = 0
     step: int = -1
     before: list[Reply] = field(
@@ -198,7 +202,19 @@ class Lab:
             "world_size": 1 + self.joined["workers"],
             "epoch": epoch,
             "timeout_s": 30.0,
+            "facts": self.facts(os.environ),
         }
+
+    def facts(self, environment: Mapping[str, str], **others: Any) -> dict[str, Any]:
+        """The trainer's, whose environment is this one."""
+        shapes = tensor_shapes(read_model_config(self.folder.model))
+        usual: dict[str, Any] = {
+            "libraries": libraries("cpu"),
+            "dtype": "float32",
+            "tensors": [TensorSpec(name, "float32", shape) for name, shape in shapes.items()],
+            "bucket_bytes": 2**20,
+        }
+        return facts("the trainer", "node7", **usual | others, environment=environment).to_json()
 
     def offer(self, weights: Weights) -> Reply:
         """Arm the receiver for the next version."""
@@ -355,7 +371,7 @@ def sampler(folder: Path, options: SampleOptions = OPTIONS, model: PreTrainedMod
                 assert time.monotonic() - began < START_S, f"no sampler after {START_S} s:\n{log.read_text()[-4000:]}"
         trainer = TrainerEnd(HOST, weights)
         start_s = time.monotonic() - began
-        yield Lab(member.facts["url"], process, trainer, token, loop, staged, failed, member.facts, log, start_s, sockets)
+        yield Lab(member.facts["url"], process, trainer, token, loop, staged, failed, member.facts, log, start_s, sockets, run)
         if process.poll() is None:
             server.stopping = True  # told with the next heartbeat
             assert process.wait(60) == 0, log.read_text()[-4000:]

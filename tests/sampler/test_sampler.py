@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from lab import EOS, HOST, Lab, Weights, tiny_model, weights_of
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 from prl.weights.digest import digest
-from prl.weights.plan import to_json
+from prl.weights.plan import TensorSpec, to_json
 from prl.weights.transport import spec_of
 
 PROMPT = [3, 1, 9, 4, 10]
@@ -359,6 +360,41 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent(lab, models
         assert reply.status == 400
         assert words in reply.body["error"]
     lab.update(good)  # the group of before still stands
+
+
+def test_a_trainer_with_other_settings_is_refused_before_the_group_is_built(lab, models):
+    lab.update(weights_of(models[0]))
+    here = os.uname().nodename
+    tensors = [TensorSpec("lm_head.weight", "bfloat16", (16, 64))]
+    cases = [
+        (
+            {**os.environ, "NCCL_CUMEM_ENABLE": "0"},
+            {},
+            "NCCL_CUMEM_ENABLE is 0 at the trainer on node7 and not set at sampler 0",
+        ),
+        ({**os.environ, "GLOO_DEVICE_TRANSPORT": "TCP_TLS"}, {}, "GLOO_DEVICE_TRANSPORT is TCP_TLS at the trainer on node7"),
+        (
+            os.environ,
+            {"dtype": "bfloat16"},
+            f"dtype is bfloat16 at the trainer on node7 and float32 at sampler 0, worker 0, on {here}",
+        ),
+        (os.environ, {"bucket_bytes": 2**28}, "bucket_bytes is 268435456 at the trainer on node7 and 1048576 at sampler 0"),
+        (os.environ, {"tensors": tensors}, "tensors is 1 of 2048 bytes"),
+        (os.environ, {"libraries": {"torch": "1.13.0", "library": "gloo"}}, "torch is 1.13.0 at the trainer on node7"),
+    ]
+    for environment, others, words in cases:
+        facts = lab.facts(environment, **others)
+        reply = lab.request("POST", "/prl/weights/connect", lab.meeting(lab.epoch + 1) | {"facts": facts})
+        assert reply.status == 400
+        assert words in reply.body["error"]
+        assert "\n" not in reply.body["error"]
+    lab.update(weights_of(models[1]))  # the group of before still stands
+    facts = lab.facts({**os.environ, "GLOO_SOCKET_IFNAME": "ib7"})
+    lab.epoch += 1
+    assert lab.request("POST", "/prl/weights/connect", lab.meeting(lab.epoch) | {"facts": facts}).status == 200
+    lab.trainer.join(lab.epoch, 2)
+    lab.update(weights_of(models[0]))
+    assert "differences from the trainer that do no harm: GLOO_SOCKET_IFNAME is ib7" in lab.log.read_text()
 
 
 @pytest.mark.parametrize(
