@@ -32,7 +32,7 @@ ENGINES = {
     "megatron": ("trainer",),
     "vllm": ("sampler",),
     "transformers": ("trainer", "sampler"),
-    "safetensors": ("trainer", "sampler"),
+    "safetensors": ("trainer", "sampler", "weights"),
     "triton": ("trainer",),
     "pandas": (),
     "tensorflow": (),

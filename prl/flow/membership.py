@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 # starting    its first process has not joined yet
-# joined      in the group, but without valid weights: the next version that it commits admits it
+# joined      in the group, but without valid weights: the next version that it commits admits it, or the present one,
+#             which a serving replica may give it
 # serving     in the group, with a version that was verified
 # fenced      its process lives and is not trusted any more; it has to end
 # restarting  its process has ended; another one was granted
@@ -40,6 +41,7 @@ class _Replica:
     state: State = "starting"
     restarts: int = 0
     mismatches: int = 0  # in a row
+    seedable: bool = True  # while joined: others have not failed to give it their weights
     due_s: float = 0.0  # time at which a granted process is to be there
 
 
@@ -48,6 +50,8 @@ class Membership:
         self.epoch = 0  # rises whenever a new group has to be built
         self.reasons: Counter[Reason] = Counter()  # why replicas stopped serving or left the group, so far
         self.restarts = 0  # granted so far
+        self.seeded = 0  # replicas that were admitted with another one's weights, so far
+        self.by_files = False  # the group broke so often that the next versions go through files
         self.last = ""  # the newest trouble, in words
         self._settings = settings
         self._replicas = [_Replica() for _ in range(settings.replicas)]
@@ -65,6 +69,16 @@ class Membership:
         return self._in("serving")
 
     @property
+    def to_seed(self) -> tuple[int, ...]:
+        """The replicas that a serving one may give its weights to."""
+        return tuple(i for i in self._in("joined") if self._replicas[i].seedable) if self.serving else ()
+
+    @property
+    def to_send(self) -> tuple[int, ...]:
+        """The replicas without valid weights that wait for the trainer to send a version."""
+        return tuple(i for i in self._in("joined") if i not in self.to_seed)
+
+    @property
     def to_end(self) -> tuple[tuple[int, int], ...]:
         """Replica and number of the start (0, 1, ...) of processes that have to end."""
         return tuple((i, self._replicas[i].restarts) for i in self._in("fenced"))
@@ -77,9 +91,9 @@ class Membership:
         one = self._replicas[replica]
         if one.state not in ("starting", "restarting"):
             return False
-        one.state = "joined"
+        one.state, one.seedable = "joined", True
         self._empty_since_s = None
-        self.epoch += 1
+        self._regroup()
         return True
 
     def admit(self, replicas: Sequence[int]) -> None:
@@ -88,8 +102,23 @@ class Membership:
             one = self._replicas[i]
             if one.state not in IN_GROUP:
                 raise MembershipError(f"sampler {i} is {one.state} and cannot serve")
-            one.state, one.mismatches = "serving", 0
+            one.state, one.mismatches, one.seedable = "serving", 0, True
         self._broken = 0
+
+    def seed(self, replica: int) -> None:
+        """It has committed the present version, which a serving replica gave it."""
+        one = self._replicas[replica]
+        if one.state != "joined":
+            raise MembershipError(f"sampler {replica} is {one.state}: nobody can have seeded it")
+        one.state, one.mismatches = "serving", 0
+        self.seeded += 1
+
+    def not_seeded(self, replica: int, words: str) -> None:
+        """A serving replica could not give it its weights: it waits for the trainer."""
+        one = self._replicas[replica]
+        if one.state == "joined":
+            one.seedable = False
+            self.last = words
 
     def mismatch(self, replica: int, words: str, now_s: float) -> None:
         """A replica holds other weights than were sent. It serves nothing until it has been sent them in full; where that
@@ -132,11 +161,13 @@ class Membership:
         return pause_s
 
     def broke(self, words: str) -> bool:
-        """The group failed at a transfer, and nobody is known to be at fault: another one has to be built. False: that has
-        happened too often."""
+        """The group failed at a transfer, and nobody is known to be at fault: another one has to be built, and the last try
+        goes through files, as everything does from then on until somebody comes or goes. False: that has happened too
+        often."""
         self.epoch += 1
         self._broken += 1
         self.last = words
+        self.by_files = self.by_files or self._broken == self._settings.tries - 1
         return self._broken < self._settings.tries
 
     def late(self, now_s: float) -> tuple[int, ...]:
@@ -161,10 +192,15 @@ class Membership:
         was_in_group = one.state in IN_GROUP
         one.state = state
         if was_in_group:
-            self.epoch += 1
-            self._broken = 0
+            self._regroup()
             if not self.group:
                 self._empty_since_s = now_s
+
+    def _regroup(self) -> None:
+        """Others are in the group now."""
+        self.epoch += 1
+        self._broken = 0
+        self.by_files = False
 
     def _note(self, reason: Reason, words: str) -> None:
         self.reasons[reason] += 1

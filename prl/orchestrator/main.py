@@ -22,6 +22,8 @@ from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, REPORTED, Cause, chil
 from prl.orchestrator.replicas import ReplicaDesk
 from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
+from prl.orchestrator.sampler_calls import SamplerCalls
+from prl.orchestrator.seeding import Seeder
 from prl.orchestrator.steps import StepDesk
 from prl.orchestrator.stop_rule import Score, StopRule
 from prl.orchestrator.updates import Committed, UpdateError, WeightUpdater
@@ -89,17 +91,26 @@ class Orchestrator:
         self._replicas = ReplicaDesk(
             self._membership,
             samplers,
-            tell=lambda replica, reason: self._updater.tell_fenced(replica, reason),
+            tell=lambda replica, reason: self._calls.tell_fenced(replica, reason),
             on_change=self._samplers_changed,
         )
         self._replicas.changed.on_ring(self._bell.ring)
+        self._calls = SamplerCalls(token, self._replicas)
         self._updater = WeightUpdater(
-            token,
+            self._calls,
             config.weights,
             self._replicas,
             start_s=config.control.start_s,
             on_committed=self._committed,
             on_error=self._update_failed,
+        )
+        self._seeder = Seeder(
+            run.weights,
+            self._calls,
+            config.weights,
+            self._replicas,
+            current=lambda: self._updater.current,
+            busy=lambda: self._updater.under_way is not None,
         )
         self._server = ControlServer(
             token,
@@ -115,7 +126,8 @@ class Orchestrator:
                 "sending": lambda member, body: self._updater.sending(body),
                 "version_sent": lambda member, body: self._updater.sent(body),
                 "version_unsent": lambda member, body: self._updater.unsent(body),
-                "staged": lambda member, body: self._updater.staged(body),
+                "staged": lambda member, body: (self._seeder if body.get("seed") else self._updater).staged(body),
+                "stored": lambda member, body: self._seeder.stored(body),
             },
             on_join=self._joined,
             on_fail=self._failed,
@@ -124,6 +136,7 @@ class Orchestrator:
     async def serve(self, host: str) -> str:
         """Open the control plane and say where it is."""
         url = await self._server.start(host)
+        await self._seeder.begin()
         self._journal.phase("starting")
         return url
 
@@ -142,6 +155,7 @@ class Orchestrator:
             asyncio.create_task(self._watch_silence(), name="the watch over silent processes"),
             asyncio.create_task(self._watch_stop_file(), name="the watch for the STOP file"),
             asyncio.create_task(self._journal.feed_tensorboard(), name="TensorBoard's sink"),
+            asyncio.create_task(self._seeder.run(), name="the seeding of samplers"),
         ]
         for task in background:
             self.watch(task)
@@ -224,6 +238,8 @@ class Orchestrator:
         await self._server.close()
         await self._replicas.close()
         await self._updater.close()
+        await self._calls.close()
+        await self._seeder.close()
         try:
             if not self._causes:
                 await self._record(self._dispatcher.close("run ended"))
@@ -363,7 +379,13 @@ class Orchestrator:
         """In conventional mode samplers get the first version and those that end a generation; a replay has none."""
         if not self._is_sent(int(body["step"])):
             return {"epoch": int(body["epoch"]), "world_size": 0, "send": False}
-        return await self._updater.offer(body)
+        return await self._updater.offer(body, newer_comes=not self._must_arrive(int(body["step"])))
+
+    def _must_arrive(self, step: int) -> bool:
+        """Whether a version may not be passed over for a newer one: there is none, or it is to be evaluated."""
+        run = self._config.run
+        evaluated = run.evaluate_every_steps and step % run.evaluate_every_steps == 0
+        return run.mode == "conventional" or step == run.steps or self._steps.finishing or bool(evaluated)
 
     def _is_sent(self, step: int) -> bool:
         run = self._config.run
@@ -376,9 +398,10 @@ class Orchestrator:
         step, current = self._steps.trained, self._updater.current
         if self._updater.under_way is not None or not self._membership.group or not self._is_sent(step):
             return False
-        return current is None or current.version.step != step or self._membership.group != self._membership.serving
+        return current is None or current.version.step != step or bool(self._membership.to_send)
 
     def _committed(self, committed: Committed) -> None:
+        self._seeder.committed(committed)
         if committed.version != self._last_version:  # else it was sent again
             self._last_version = committed.version
             self._dispatcher.committed(committed.version)

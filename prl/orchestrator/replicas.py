@@ -65,7 +65,16 @@ class ReplicaDesk:
 
     @property
     def group(self) -> tuple[Replica, ...]:
-        return tuple(self._replicas[i] for i in self.membership.group)
+        return self.of(self.membership.group)
+
+    def of(self, indices: Sequence[int]) -> tuple[Replica, ...]:
+        """Those in the group that have these numbers."""
+        return tuple(self._replicas[i] for i in indices)
+
+    @property
+    def to_seed(self) -> tuple[Replica, ...]:
+        """Those that a serving one may give its weights to; one that is being told to serve nothing has to hear that first."""
+        return self.of([i for i in self.membership.to_seed if i not in self._being_told])
 
     # What happens to them
 
@@ -73,13 +82,23 @@ class ReplicaDesk:
         if self.membership.join(member.index):
             replica = Replica(member.index, str(member.facts["url"]), int(member.facts.get("workers", 1)))
             self._replicas[member.index] = replica
-            self._note(f"{replica.name} is ready for its first version")
+            self.note(f"{replica.name} is ready for its first version")
 
     def admitted(self, replicas: Sequence[Replica]) -> None:
         new = [replica for replica in replicas if self.membership.state(replica.index) != "serving"]
         self.membership.admit([replica.index for replica in replicas])
         if new:
-            self._note(f"{', '.join(replica.name for replica in new)} serves")
+            self.note(f"{', '.join(replica.name for replica in new)} serves")
+
+    def seeded(self, replica: Replica, words: str) -> None:
+        """It has committed the present version, which another one gave it."""
+        self.membership.seed(replica.index)
+        self.note(f"{replica.name} serves: {words}")
+
+    def not_seeded(self, replica: Replica, words: str) -> None:
+        if not replica.gone.is_set():
+            self.membership.not_seeded(replica.index, words)
+            self.note(f"{replica.name} waits for the trainer's next version: {words}")
 
     def mismatched(self, replica: Replica, words: str) -> None:
         """It holds other weights than were sent."""
@@ -115,7 +134,7 @@ class ReplicaDesk:
             task = asyncio.create_task(self._tell_fenced(replica, words), name=f"fence {replica.name}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        self._note(words)
+        self.note(words)
 
     async def _tell_fenced(self, replica: Replica, words: str) -> None:
         try:
@@ -124,7 +143,7 @@ class ReplicaDesk:
             self._being_told.discard(replica.index)
             self.changed.ring()  # now its process may be ended
 
-    def _note(self, words: str) -> None:
+    def note(self, words: str) -> None:
         log.warning("samplers: %s", words)
         self._on_change(words)
         self.changed.ring()

@@ -7,44 +7,31 @@ offer waits until the one before it has ended.
 A sampler that dies, stands still or does not answer in time is fenced: whatever waits for it here goes on without it. Where
 that breaks the transfer, everyone leaves the group, another one is built and the version is sent again: at once where the
 trainer is still at it, with its next version otherwise, or as soon as it has nothing else to do.
+
+By files the trainer writes a version first, and the samplers are asked to read it then; all else is the same.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
-from prl.control.token import authorization
-from prl.flow.membership import Reason
 from prl.flow.versions import Version
-from prl.orchestrator.replicas import TELL_S, Replica, ReplicaDesk
+from prl.orchestrator.replicas import Replica, ReplicaDesk
+from prl.orchestrator.sampler_calls import Refused, SamplerCalls
+from prl.runfolder.weights import MODULUS
 from prl.weights.options import WeightsOptions
 
 POLL_S = 5.0  # the trainer asks again after so long whether the group it sends over is broken
-AGENT_S = 1.0  # that a node agent has to say that a sampler which cannot be reached has ended
+PATIENCE_S = 0.5  # an update that ends so soon is waited for: that costs less than data that are a step older
 SETTLE_S = 5.0  # at least, that the others have to report a version after a replica was fenced
 log = logging.getLogger(__name__)
 
 
 class UpdateError(Exception):
     """A version did not reach the samplers, and the run cannot go on; says why."""
-
-
-class Refused(Exception):
-    """A sampler answered that it will not."""
-
-
-class NoAnswer(Exception):
-    """A sampler did not answer in time, or failed at what it was asked."""
-
-
-class Unreachable(NoAnswer):
-    """The connection to a sampler broke off, or there was none."""
 
 
 @dataclass(eq=False)
@@ -55,6 +42,9 @@ class Update:
     epoch: int
     replicas: tuple[Replica, ...]
     armed_s: float
+    by_files: bool = False
+    tensors: Sequence[Any] = ()  # what the version consists of, as on the wire
+    refused: dict[int, str] = field(default_factory=dict)  # by files: replica -> why it could not read them
     staged: dict[tuple[int, int], str] = field(default_factory=dict)  # (replica, worker) -> digest
     receive_s: float = 0.0
     digest: str | None = None  # of what the trainer sent, once it has
@@ -73,18 +63,26 @@ class Update:
         return len(self.alive) < len(self.replicas)
 
     def missing(self, replica: Replica) -> list[int]:
-        """Its workers that have not reported."""
+        """Its workers that have not reported and still may."""
+        if replica.index in self.refused:
+            return []
         return [worker for worker in range(replica.workers) if (replica.index, worker) not in self.staged]
 
     def arrived(self) -> bool:
         return self.digest is not None and not any(self.missing(replica) for replica in self.alive)
 
     def broken(self) -> str:
-        """Why the trainer need not go on sending; nothing where it has to."""
-        if self.failed or not self.crippled:
+        """Why the trainer need not go on sending; nothing where it has to. Files do not break where somebody leaves."""
+        if self.failed or not self.crippled or self.by_files:
             return self.failed
         gone = [replica.name for replica in self.replicas if replica.gone.is_set()]
         return f"{', '.join(gone)} left the group"
+
+    def held(self, replica: Replica) -> dict[str, str]:
+        """What a replica that has arrived holds: digests of the whole version by who took it. From files each worker reads its
+        own part, and the digests of the parts add up."""
+        digests = {f"worker {worker}": self.staged[replica.index, worker] for worker in range(replica.workers)}
+        return {"of all workers": str(sum(map(int, digests.values())) % MODULUS)} if self.by_files else digests
 
 
 @dataclass(frozen=True)
@@ -94,12 +92,13 @@ class Committed:
     version: Version
     digest: str
     values: Mapping[str, float]  # weights/* metrics
+    tensors: Sequence[Any]  # what it consists of, as on the wire
 
 
 class WeightUpdater:
     def __init__(
         self,
-        token: str,
+        calls: SamplerCalls,
         options: WeightsOptions,
         desk: ReplicaDesk,
         *,
@@ -114,8 +113,9 @@ class WeightUpdater:
         self._start_s = start_s  # how long the first offer waits for the samplers to be there
         self._on_committed = on_committed
         self._on_error = on_error
-        self._session = aiohttp.ClientSession(headers=authorization(token))
+        self._calls = calls
         self._connected_epoch = 0
+        self._passed_over = 0  # versions since the last one that was committed
         self._update: Update | None = None
         self._manned = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -134,29 +134,36 @@ class WeightUpdater:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._session.close()
 
     # What the trainer says
 
-    async def offer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def offer(self, body: Mapping[str, Any], *, newer_comes: bool = False) -> Mapping[str, Any]:
         """The trainer has a version: arm the receivers of the whole group. Answers once all are armed that are in it then; or
-        that there is nobody to send to, after `group_s` and `update_s` at the latest."""
+        that there is nobody to send to, after `group_s` and `update_s` at the latest. Where the update before has not ended,
+        and `newer_comes`, it is passed over: the next one takes its place."""
         version = Version(int(body["lineage"]), int(body["step"]))
         if not await self._changed.until(lambda: self._manned, self._start_s):
             raise ValueError(f"version {version} waits for the samplers to start, for {self._start_s:.0f} s already")
         end = time.monotonic() + self._options.update_s + self._options.group_s
         nobody = {"epoch": self._desk.membership.epoch, "world_size": 0, "send": False}
-        if not await self._changed.until(lambda: self._update is None, self._options.update_s):
+        patience_s = min(PATIENCE_S, self._options.update_s) if newer_comes else self._options.update_s
+        if not await self._changed.until(lambda: self._update is None, patience_s):
+            self._passed_over += 1
             log.warning("version %s is not sent: %s is still under way", version, self.under_way)
             return nobody
         armed = False
         try:
             while (group := self._desk.group) and time.monotonic() < end:
-                update = self._update = Update(version, self._desk.membership.epoch, group, time.monotonic())
-                armed = await self._arm(update, body)
+                membership = self._desk.membership
+                by_files = self._options.transport == "filesystem" or membership.by_files
+                update = Update(version, membership.epoch, group, time.monotonic(), by_files, body["tensors"])
+                self._update = update
+                self._changed.ring()  # whoever seeds a sampler gives that up
+                armed = by_files or await self._arm(update, body)
                 if armed:
                     self._start(self._finish(update), f"commit {version}")
-                    return {"epoch": update.epoch, "world_size": _world_size(group), "send": True}
+                    by = "filesystem" if by_files else "gather"
+                    return {"epoch": update.epoch, "world_size": _world_size(group), "send": True, "transport": by}
         except UpdateError as error:
             self._on_error(error)
             raise ValueError(str(error)) from error
@@ -191,10 +198,10 @@ class WeightUpdater:
         if update is not None:
             update.failed = update.failed or f"the trainer could not send version {update.version}: {body['error']}"
             for replica in _of_ranks(update.replicas, body["missing"]):
-                self._fence(replica, "late", f"{replica.name} did not come to the group of epoch {epoch}")
+                self._calls.fence(replica, "late", f"{replica.name} did not come to the group of epoch {epoch}")
             self._changed.ring()
         elif epoch == membership.epoch:
-            membership.broke(str(body["error"]))
+            self._broke(str(body["error"]))
         return {}
 
     # What samplers say
@@ -205,20 +212,15 @@ class WeightUpdater:
         if update is None:
             version = Version(int(body["lineage"]), int(body["step"]))
             raise ValueError(f"version {version} of epoch {body['epoch']} is not under way (but {self.under_way})")
-        if body.get("error"):
+        if body.get("error") and update.by_files:
+            update.refused[int(body["replica"])] = f"sampler {body['replica']} did not read the weights: {body['error']}"
+        elif body.get("error"):
             update.failed = update.failed or f"sampler {body['replica']} did not receive the weights: {body['error']}"
         else:
             update.staged[int(body["replica"]), int(body["worker"])] = str(body["digest"])
             update.receive_s = max(update.receive_s, float(body["receive_s"]))
         self._changed.ring()
         return {}
-
-    async def tell_fenced(self, replica: Replica, reason: str) -> None:
-        """Have a replica abort what it holds, if it still answers."""
-        try:
-            await self._post(replica, "fence", {"reason": reason}, TELL_S)
-        except (Refused, NoAnswer) as error:
-            log.warning("%s cannot be told that it is fenced: %s", replica.name, error)
 
     # Within
 
@@ -236,7 +238,7 @@ class WeightUpdater:
         """Whether every replica of the group is armed. Those that are not have been fenced."""
         if self._connected_epoch != update.epoch:
             places = _places(update, body, self._options.group_s)
-            if len(await self._all(update.replicas, "connect", places, self._options.group_s)) < len(update.replicas):
+            if len(await self._ask_all(update.replicas, "connect", places, self._options.group_s)) < len(update.replicas):
                 return False
             self._connected_epoch = update.epoch
         receive = {
@@ -246,8 +248,37 @@ class WeightUpdater:
             "tensors": body["tensors"],
             "bucket_bytes": self._options.bucket_mib * 2**20,
         }
-        armed = await self._all(update.replicas, "receive", [receive] * len(update.replicas), self._options.group_s)
+        armed = await self._ask_all(update.replicas, "receive", [receive] * len(update.replicas), self._options.group_s)
         return len(armed) == len(update.replicas)
+
+    async def _load(self, update: Update) -> None:
+        """Have all that are left read what the trainer wrote. Those that cannot be asked have been fenced."""
+        self._connected_epoch = 0  # they leave the group for it
+        load = {
+            "lineage": update.version.lineage,
+            "step": update.version.step,
+            "epoch": update.epoch,
+            "seed": 0,
+            "tensors": update.tensors,
+        }
+        await self._ask_all(update.alive, "load", [load] * len(update.alive), self._options.update_s)
+
+    async def _ask_all(
+        self, replicas: Sequence[Replica], verb: str, bodies: Sequence[Mapping[str, Any]], timeout_s: float
+    ) -> dict[Replica, dict[str, Any]]:
+        try:
+            return await self._calls.all(replicas, verb, bodies, timeout_s)
+        except Refused as refusal:
+            raise UpdateError(str(refusal)) from None
+
+    def _broke(self, words: str) -> bool:
+        """The group broke, and nobody is known to be at fault. False: that has happened too often."""
+        membership = self._desk.membership
+        by_files = membership.by_files
+        goes_on = membership.broke(words)
+        if membership.by_files and not by_files and self._options.transport != "filesystem":
+            self._desk.note(f"versions go through files until a sampler comes or goes, as the group for them broke: {words}")
+        return goes_on
 
     async def _finish(self, update: Update) -> None:
         """Wait for every digest, compare, commit."""
@@ -256,7 +287,7 @@ class WeightUpdater:
             holders = self._verified(update) if update.arrived() and not update.failed else []
             if holders:
                 await self._commit(update, holders)
-            elif not update.crippled and not self._desk.membership.broke(update.failed):
+            elif (not update.crippled or (update.failed and update.by_files)) and not self._broke(update.failed):
                 raise UpdateError(
                     f"version {update.version} did not reach the samplers, in one group after another: {update.failed}"
                 )
@@ -280,30 +311,35 @@ class WeightUpdater:
         if update.digest is None:
             update.failed = update.broken()
             return
+        if update.by_files:
+            await self._load(update)
         left_s = update.sent_s + update_s - time.monotonic()
-        settled = await self._changed.until(lambda: update.arrived() or bool(update.failed) or update.crippled, left_s)
+        settled = await self._changed.until(
+            lambda: update.arrived() or bool(update.failed) or (update.crippled and not update.by_files), left_s
+        )
         if not settled:
             for replica in update.alive:
                 if missing := update.missing(replica):
                     workers = ", ".join(f"worker {worker}" for worker in missing)
                     words = f"{replica.name} did not stage version {update.version} within {update_s:.0f} s: waited for"
-                    self._fence(replica, "late", f"{words} {workers}")
-        elif update.crippled and not update.failed:
+                    self._calls.fence(replica, "late", f"{words} {workers}")
+        elif update.crippled and not update.failed and not update.by_files:
             # The others have what the trainer sent, or will never get it: it came to them through the one that is gone.
             grace_s = max(SETTLE_S, time.monotonic() - update.armed_s)
             await self._changed.until(lambda: update.arrived() or bool(update.failed), min(grace_s, max(left_s, 0.0)))
         if not update.arrived():
             update.failed = update.failed or update.broken()
+        elif update.alive and all(replica.index in update.refused for replica in update.alive):
+            update.failed = update.failed or update.refused[update.alive[0].index]
 
     def _verified(self, update: Update) -> list[Replica]:
         """The replicas that hold what the trainer sent. Raises UpdateError where none does: then the sender is wrong."""
-        wrong: dict[Replica, str] = {}
+        wrong = {replica: update.refused[replica.index] for replica in update.alive if replica.index in update.refused}
         for replica in update.alive:
-            for worker in range(replica.workers):
-                digest = update.staged[replica.index, worker]
+            for holder, digest in {} if replica in wrong else update.held(replica).items():
                 if digest != update.digest:
                     wrong[replica] = (
-                        f"{replica.name} worker {worker} staged other weights than the trainer sent for version "
+                        f"{replica.name} {holder} staged other weights than the trainer sent for version "
                         f"{update.version}: digest {digest}, not {update.digest}"
                     )
         holders = [replica for replica in update.alive if replica not in wrong]
@@ -321,7 +357,7 @@ class WeightUpdater:
             "digest": update.digest,
             "clear_cache": self._options.clear_cache,
         }
-        answers = await self._all(holders, "commit", [commit] * len(holders), self._options.update_s)
+        answers = await self._ask_all(holders, "commit", [commit] * len(holders), self._options.update_s)
         if not answers or update.digest is None:
             return  # all of them are gone
         self._desk.admitted(list(answers))
@@ -334,70 +370,13 @@ class WeightUpdater:
             "weights/commit_s": now - began,
             "weights/update_s": now - update.armed_s,
             "weights/bytes": float(update.sent_bytes),
+            "weights/by_files": float(update.by_files),
+            "weights/passed_over": float(self._passed_over),
         }
-        self.current = Committed(update.version, update.digest, values)
+        self._passed_over = 0
+        self.current = Committed(update.version, update.digest, values, update.tensors)
         self._update = None
         self._on_committed(self.current)
-
-    async def _all(
-        self, replicas: Sequence[Replica], verb: str, bodies: Sequence[Mapping[str, Any]], timeout_s: float
-    ) -> dict[Replica, dict[str, Any]]:
-        """POST to all of these at once. The answers of those that are still there and did as they were told; the others have
-        been fenced or closed. Raises UpdateError where all of them refuse: then it is not they who are wrong."""
-        asked = [self._ask(replica, verb, body, timeout_s) for replica, body in zip(replicas, bodies, strict=True)]
-        found = dict(zip(replicas, await asyncio.gather(*asked), strict=True))
-        refusals = {replica: answer for replica, answer in found.items() if isinstance(answer, Refused)}
-        if refusals and len(refusals) == len(found):
-            raise UpdateError(str(next(iter(refusals.values()))))
-        for replica, refusal in refusals.items():
-            if verb == "commit" and not replica.gone.is_set():
-                self._desk.mismatched(replica, str(refusal))
-            else:
-                self._fence(replica, "refused", str(refusal))
-        return {replica: answer for replica, answer in found.items() if isinstance(answer, dict) and not replica.gone.is_set()}
-
-    async def _ask(
-        self, replica: Replica, verb: str, body: Mapping[str, Any], timeout_s: float
-    ) -> dict[str, Any] | Refused | None:
-        """None: the replica is gone, of this or before."""
-        post = asyncio.create_task(self._post(replica, verb, body, timeout_s))
-        gone = asyncio.create_task(replica.gone.wait())
-        try:
-            await asyncio.wait({post, gone}, return_when=asyncio.FIRST_COMPLETED)
-            return post.result() if post.done() else None
-        except Refused as refusal:
-            return refusal
-        except Unreachable as error:
-            with contextlib.suppress(TimeoutError):  # most likely its process has ended: its node agent can say how
-                await asyncio.wait_for(replica.gone.wait(), AGENT_S)
-            self._fence(replica, "unreachable", str(error))
-            return None
-        except NoAnswer as error:
-            self._fence(replica, "late", str(error))
-            return None
-        finally:
-            post.cancel()
-            gone.cancel()
-
-    def _fence(self, replica: Replica, reason: Reason, words: str) -> None:
-        """Unless it is gone: another process of its name may be there by now."""
-        if not replica.gone.is_set():
-            self._desk.fence(replica.index, reason, words)
-
-    async def _post(self, replica: Replica, verb: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        url = f"{replica.url}/prl/weights/{verb}"
-        try:
-            async with self._session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
-                if response.status >= 500:
-                    raise NoAnswer(f"{replica.name} failed at {verb}: {response.status} {await response.text()}")
-                if response.status != 200:
-                    raise Refused(f"{replica.name} refused {verb}: {response.status} {await response.text()}")
-                answer: dict[str, Any] = await response.json()
-                return answer
-        except TimeoutError as error:
-            raise NoAnswer(f"{replica.name} at {url} did not answer within {timeout_s:g} s") from error
-        except aiohttp.ClientError as error:
-            raise Unreachable(f"{replica.name} at {url} cannot be reached: {error!r}") from error
 
 
 def _world_size(replicas: Sequence[Replica]) -> int:

@@ -69,6 +69,11 @@ class RunFolder:
         return self.attempt(number) / "redis.json"
 
     @property
+    def weights(self) -> Path:
+        """Versions on their way to samplers by files, as <lineage>_<step>/ (prl/runfolder/weights.py)."""
+        return self.path / "weights"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -155,7 +160,8 @@ class RunFolder:
         """Make the folder (for its owner alone) and what every run has in it."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.chmod(0o700)
-        for folder, targets in ((self.path / "streams", 1), (self.checkpoints, CHECKPOINT_TARGETS)):
+        large = CHECKPOINT_TARGETS
+        for folder, targets in ((self.path / "streams", 1), (self.weights, large), (self.checkpoints, large)):
             folder.mkdir(exist_ok=True)
             stripe(folder, targets)
         for folder in (self.rollouts, self.steps, self.ledgers, self.metrics, self.control):

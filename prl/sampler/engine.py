@@ -10,7 +10,9 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +23,13 @@ from prl.config.tensors import tensor_shapes
 from prl.control.child import Child, child_from_environment, say
 from prl.control.client import ControlClient
 from prl.flow.versions import Version
+from prl.runfolder.weights import StoredError
 from prl.sampler.link import Link
+from prl.sampler.live import LiveWeights
 from prl.sampler.placement import Placement, place
 from prl.weights import digest
 from prl.weights.agreement import Facts, check_agreement, facts
+from prl.weights.folder import Slab, VersionReader, write_pieces
 from prl.weights.group import TransportError
 from prl.weights.plan import TensorSpec, from_json
 from prl.weights.transport import SamplerEnd, libraries
@@ -59,11 +64,32 @@ class ReceiveInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
+class LoadInfo:
+    """The version that is to be read from files. `epoch` and `seed` (0: none) go back with the report."""
+
+    lineage: int
+    step: int
+    epoch: int
+    seed: int
+    tensors: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class StoreInfo:
+    """Where this worker's part of the live version is to be written; `seed` goes back with the report."""
+
+    seed: int
+    folder: str
+    tensors: list[list[Any]]
+
+
+@dataclass(frozen=True)
 class Staged:
     version: Version
-    tensors: dict[str, torch.Tensor]
+    shards: list[torch.Tensor]  # one for each placement
     placements: list[Placement]
     digest: int
+    share: bool  # the digest is of what this worker counts; those of all workers add up to the version's
 
 
 class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ignore[misc]
@@ -80,6 +106,8 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         self._child: Child = child_from_environment()
         self._link: Link | None = None
         self._staged: Staged | None = None
+        self._staging = 0  # number of the newest thing to be staged; whatever else still arrives is nobody's
+        self._live = LiveWeights("nothing was stored yet")
 
     # What vLLM's worker calls.
 
@@ -89,9 +117,9 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             say(f"prl: differences from the trainer that do no harm: {harmless}")
         if init_info.tensors is not None:
             self._place(from_json(init_info.tensors))
+        self._begin_staging()
         if self._link is not None:
             self._link.leave()
-        self._staged = None
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
 
@@ -116,71 +144,141 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             raise ValueError(f"receive in epoch {update_info.epoch}, but this sampler {connected}")
         specs = from_json(update_info.tensors)
         placements = self._place(specs)
-        self._staged = None
-        link.do(lambda: self._receive(link, update_info, specs, placements))
+        staging = self._begin_staging()
+        link.do(lambda: self._receive(link, staging, update_info, specs, placements))
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
         """Copy what was staged into the live parameters."""
         assert self._staged is not None, "commit without a staged version"
-        for placement in self._staged.placements:
-            placement.live.copy_(placement.shard(self._staged.tensors[placement.spec.name]), non_blocking=True)
+        self._live.end(f"version {self._staged.version} took its place")
+        for placement, shard in zip(self._staged.placements, self._staged.shards, strict=True):
+            placement.live.copy_(shard, non_blocking=True)
 
     def shutdown(self) -> None:
+        self._begin_staging()
         if self._link is not None:
             self._link.leave(SHUTDOWN_S)
 
     # What our worker extension calls.
 
-    def staged(self) -> tuple[str, int] | None:
-        """Label and digest of what was received last; None while nothing is complete."""
-        return None if self._staged is None else (str(self._staged.version), self._staged.digest)
+    def load(self, info: LoadInfo) -> None:
+        """Read this worker's part of a version from files, in a thread."""
+        specs = from_json(info.tensors)
+        placements = self._place(specs)
+        staging = self._begin_staging()
+        if not info.seed and self._link is not None:  # the whole group does without a transfer group now
+            self._link.leave()
+            self._link = None
+        _in_thread(lambda: self._load(staging, info, specs, placements), f"load version {info.lineage}:{info.step}")
+
+    def store(self, info: StoreInfo) -> None:
+        """Write what this worker counts of the live version to files, in a thread; a newer version ends it."""
+        placements = [placement for placement in self._place(from_json(info.tensors)) if placement.counted]
+        self._live.end("it was asked for again")
+        self._live = live = LiveWeights()
+        _in_thread(lambda: self._store(live, info, placements), "store the live version")
+
+    def staged(self) -> Staged | None:
+        """What was staged last; None while nothing is complete."""
+        return self._staged
 
     def live_digest(self) -> int:
         """Recomputed from the live parameters: this worker's share of the version's digest. Raises ValueError where the
         shards that another worker counts differ from what was staged. Frees what was staged."""
         assert self._staged is not None, "live digest before a version was staged"
         staged, self._staged = self._staged, None
-        for placement in staged.placements:
-            if not placement.counted and not _same_bits(placement.live, placement.shard(staged.tensors[placement.spec.name])):
+        for placement, shard in zip(staged.placements, staged.shards, strict=True):
+            if not placement.counted and not _same_bits(placement.live, shard):
                 raise ValueError(f"{placement.spec.name}: the live copy differs from what was received")
         return digest.total(placement.digest() for placement in staged.placements if placement.counted)
 
-    # What the link's thread does.
+    # What threads do.
 
-    def _receive(self, link: Link, info: ReceiveInfo, specs: list[TensorSpec], placements: list[Placement]) -> None:
-        version = Version(info.lineage, info.step)
-        began = time.monotonic()
-        report: dict[str, Any] = {"lineage": info.lineage, "step": info.step, "epoch": info.epoch}
-        failed = ""
-        try:
+    def _begin_staging(self) -> int:
+        self._staging += 1
+        self._staged = None
+        self._live.end("another version arrives")
+        return self._staging
+
+    def _receive(
+        self, link: Link, staging: int, info: ReceiveInfo, specs: list[TensorSpec], placements: list[Placement]
+    ) -> None:
+        """In the link's thread."""
+
+        def take() -> Staged:
+            version = Version(info.lineage, info.step)
             if link.end is None:
                 raise TransportError(f"no group for version {version}: {link.no_group}")
             tensors = link.end.receive(specs, info.bucket_bytes, self._child.config.weights.update_s)
-            receive_s = time.monotonic() - began
-            staged = Staged(version, tensors, placements, digest.digest(tensors))
-            report |= {"digest": str(staged.digest), "receive_s": receive_s}
-        except Exception as error:  # whatever it was, the orchestrator must hear of it: it waits for this report
-            failed = report["error"] = f"{type(error).__name__}: {error}"
-            if not link.left:
-                traceback.print_exc()
-        if link.left:
-            return  # for another group, in which this version comes again
-        if not failed:
-            self._staged = staged
-        try:
-            asyncio.run(self._report(report))
-        except Exception:  # the orchestrator's deadline for `staged` tells of the loss
-            traceback.print_exc()
+            shards = [placement.shard(tensors[placement.spec.name]) for placement in placements]
+            return Staged(version, shards, placements, digest.digest(tensors), share=False)
+
+        failed = self._stage(staging, take, {"lineage": info.lineage, "step": info.step, "epoch": info.epoch, "seed": 0})
         if failed and link.end is not None:
             link.close(f"the last transfer failed: {failed}")
 
-    async def _report(self, body: dict[str, Any]) -> None:
+    def _load(self, staging: int, info: LoadInfo, specs: list[TensorSpec], placements: list[Placement]) -> None:
+        def take() -> Staged:
+            version, wait_s = Version(info.lineage, info.step), self._child.config.weights.update_s
+            reader = VersionReader(self._child.run.weights, version, specs, wait_s)
+            shards, parts = [], []
+            for placement in placements:
+                if staging != self._staging:
+                    raise StoredError(f"version {version} is not wanted any more")
+                slab = _slab(placement)
+                shard = reader.read(slab, self.device, verify=not placement.counted).reshape(placement.live.shape)
+                shards.append(shard)
+                if placement.counted:
+                    parts.append(placement.digest_of(shard))
+            return Staged(version, shards, placements, digest.total(parts), share=True)
+
+        self._stage(
+            staging, take, {"lineage": info.lineage, "step": info.step, "epoch": info.epoch, "seed": info.seed, "share": True}
+        )
+
+    def _stage(self, staging: int, take: Callable[[], Staged], report: dict[str, Any]) -> str:
+        """Take a version and tell the orchestrator; why that failed, where it did and somebody still wants to know."""
+        began = time.monotonic()
+        failed = ""
+        try:
+            staged = take()
+            report |= {"digest": str(staged.digest), "receive_s": time.monotonic() - began}
+        except Exception as error:  # whatever it was, the orchestrator must hear of it: it waits for this report
+            failed = report["error"] = f"{type(error).__name__}: {error}"
+            if staging == self._staging:
+                traceback.print_exc()
+        if staging != self._staging:
+            return ""  # another one comes, perhaps this one again
+        if not failed:
+            self._staged = staged
+        self._tell("staged", report)
+        return failed
+
+    def _store(self, live: LiveWeights, info: StoreInfo, placements: list[Placement]) -> None:
+        report: dict[str, Any] = {"seed": info.seed}
+        try:
+            pieces = ((_slab(placement), live.copy(placement)) for placement in placements)
+            files = write_pieces(Path(info.folder), f"rank_{self.parallel_config.rank}", pieces)
+            report["files"] = [file.to_json() for file in files]
+        except Exception as error:  # the same
+            report["error"] = f"{type(error).__name__}: {error}"
+            if not live.ended:
+                traceback.print_exc()
+        self._tell("stored", report)
+
+    def _tell(self, call: str, report: dict[str, Any]) -> None:
+        try:
+            asyncio.run(self._report(call, report))
+        except Exception:  # the orchestrator's deadline tells of the loss
+            traceback.print_exc()
+
+    async def _report(self, call: str, body: dict[str, Any]) -> None:
         child = self._child
         where = {"replica": child.index, "worker": self.parallel_config.rank}
         async with ControlClient(child.control_url, child.token, child.role, child.index, child.config.control) as client:
             await client.call(
-                "staged", where | body, deadline_s=child.config.weights.update_s, reason="reporting a staged version"
+                call, where | body, deadline_s=child.config.weights.update_s, reason=f"reporting a {call} version"
             )
 
     def _facts(self) -> Facts:
@@ -205,6 +303,14 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
+def _slab(placement: Placement) -> Slab:
+    return Slab(placement.spec, placement.dim, placement.start, placement.size)
+
+
+def _in_thread(work: Callable[[], None], name: str) -> None:
+    threading.Thread(target=work, name=name, daemon=True).start()
+
+
 class WorkerExtension:
     """Mixed into vLLM's worker, so that each step of an update is one call."""
 
@@ -216,9 +322,21 @@ class WorkerExtension:
             self.start_weight_update()  # type: ignore[attr-defined]
         self.update_weights(update_info)  # type: ignore[attr-defined]
 
-    def prl_staged(self) -> dict[str, str]:
+    def prl_load(self, info: dict[str, Any]) -> None:
+        """Arm the reading of a version from files, with the same effect."""
+        if not self._weight_update_active:  # type: ignore[attr-defined]
+            self.start_weight_update()  # type: ignore[attr-defined]
+        self.weight_transfer_engine.load(LoadInfo(**info))
+
+    def prl_store(self, info: dict[str, Any]) -> None:
+        """Arm the writing of the live version to files."""
+        self.weight_transfer_engine.store(StoreInfo(**info))
+
+    def prl_staged(self) -> dict[str, str | bool]:
         staged = self.weight_transfer_engine.staged()
-        return {} if staged is None else {"version": staged[0], "digest": str(staged[1])}
+        if staged is None:
+            return {}
+        return {"version": str(staged.version), "digest": str(staged.digest), "share": staged.share}
 
     def prl_commit(self) -> dict[str, str]:
         """Copy, then digest the live parameters: {"digest": ...} or {"error": ...}."""

@@ -46,11 +46,16 @@ class Placement:
 
     def digest(self) -> torch.Tensor:
         """What the live elements add to the version's digest."""
-        if self.dim == 1 and self.size != self.spec.shape[1]:
-            matrix = self.live.reshape(self.spec.shape[0], self.size)
-            return digest.rectangle(self.spec.name, matrix, 0, self.start, self.spec.shape[1])
-        row_elements = self.spec.elements // self.spec.shape[0] if self.spec.shape and self.spec.shape[0] else 0
-        return digest.part(self.spec.name, self.live, self.start * row_elements if self.dim == 0 else 0)
+        return self.digest_of(self.live)
+
+    def digest_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """What a shard in the place of the live elements would add."""
+        return digest.slab(self.spec.name, shard, self.spec.shape, self.dim, self.start)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the shard, as a part of the whole tensor."""
+        return tuple(self.size if dim == self.dim else size for dim, size in enumerate(self.spec.shape))
 
 
 @dataclass(frozen=True)

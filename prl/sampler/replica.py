@@ -46,6 +46,19 @@ class Replica:
         async with self._lock, asyncio.timeout(self._update_s):
             await self._engine.collective_rpc("prl_receive", args=(dict(info),))
 
+    async def load(self, info: Mapping[str, Any]) -> None:
+        """Arm the reading of a version from files in every worker; the workers report when it is staged."""
+        async with self._lock, asyncio.timeout(self._update_s):
+            await self._engine.collective_rpc("prl_load", args=(dict(info),))
+
+    async def store(self, version: Version, info: Mapping[str, Any]) -> None:
+        """Arm the writing of the live version to files in every worker; the workers report when it is done. What comes next
+        (receive, load, commit) ends it. Raises CommitRefused where another version is live, or none."""
+        async with self._lock, asyncio.timeout(self._update_s):
+            if self.closed is not None or self.version != version:
+                raise CommitRefused(f"version {version} cannot be stored: {self.closed or f'version {self.version} is live'}")
+            await self._engine.collective_rpc("prl_store", args=(dict(info),))
+
     async def commit(self, version: Version, digest: int, clear_cache: bool) -> Commit:
         """Pause, copy what is staged into the live parameters, label, verify, resume. Requests in flight go on over it,
         with their KV cache unless `clear_cache`; later ones reuse nothing of an earlier version's. Raises CommitRefused;
@@ -68,11 +81,17 @@ class Replica:
             await self._shut(reason)
 
     async def _check_staged(self, version: Version, digest: int) -> None:
-        for worker, staged in enumerate(await self._engine.collective_rpc("prl_staged")):
+        found = await self._engine.collective_rpc("prl_staged")
+        for worker, staged in enumerate(found):
             if staged.get("version") != str(version):
                 raise CommitRefused(f"worker {worker} holds {staged.get('version', 'no staged version')}, not {version}")
-            if int(staged["digest"]) != digest:
-                await self._close(f"version {version} arrived in worker {worker} with digest {staged['digest']}, not {digest}")
+        if found[0]["share"]:
+            arrived = {"all workers": sum(int(staged["digest"]) for staged in found) % MODULUS}
+        else:
+            arrived = {f"worker {worker}": int(staged["digest"]) for worker, staged in enumerate(found)}
+        for where, value in arrived.items():
+            if value != digest:
+                await self._close(f"version {version} arrived in {where} with digest {value}, not {digest}")
 
     async def _swap(self, version: Version, digest: int, clear_cache: bool) -> float:
         """The length of the pause, in seconds."""

@@ -21,6 +21,8 @@ _CONNECT = {
     "facts": dict,
 }
 _RECEIVE = {"lineage": int, "step": int, "epoch": int, "tensors": list, "bucket_bytes": int}
+_LOAD = {"lineage": int, "step": int, "epoch": int, "seed": int, "tensors": list}
+_STORE = {"lineage": int, "step": int, "seed": int, "folder": str, "tensors": list}
 _FENCE: dict[str, type] = {"reason": str}
 _COMMIT = {"lineage": int, "step": int, "digest": str, "clear_cache": bool}
 
@@ -39,6 +41,22 @@ def add_routes(app: Starlette, replica: Replica, direct: Iterable[str]) -> None:
     async def receive(request: Request) -> Response:
         """{lineage, step, epoch, tensors, bucket_bytes}: take the next version, in a thread. 400 where it does not fit."""
         await replica.receive(_checked(await _body(request, _RECEIVE), _RECEIVE))
+        return JSONResponse({})
+
+    async def load(request: Request) -> Response:
+        """{lineage, step, epoch, seed, tensors}: read a version from weights/ of the run folder, in a thread."""
+        await replica.load(_checked(await _body(request, _LOAD), _LOAD))
+        return JSONResponse({})
+
+    async def store(request: Request) -> Response:
+        """{lineage, step, seed, folder, tensors}: write the live version to files in `folder`, in a thread. 409 where another
+        one is live."""
+        body = _checked(await _body(request, _STORE), _STORE)
+        version = Version(body.pop("lineage"), body.pop("step"))
+        try:
+            await replica.store(version, body)
+        except CommitRefused as error:
+            return JSONResponse({"error": str(error)}, status_code=409)
         return JSONResponse({})
 
     async def commit(request: Request) -> Response:
@@ -69,7 +87,8 @@ def add_routes(app: Starlette, replica: Replica, direct: Iterable[str]) -> None:
         listed += [[path, ["POST"]] for path in direct]
         return JSONResponse({"routes": listed})
 
-    for path, handler in (("connect", connect), ("receive", receive), ("commit", commit), ("fence", fence)):
+    handlers = {"connect": connect, "receive": receive, "load": load, "store": store, "commit": commit, "fence": fence}
+    for path, handler in handlers.items():
         app.add_route(f"/prl/weights/{path}", _words(handler), methods=["POST"])
     app.add_route("/prl/state", state, methods=["GET"])
     app.add_route("/prl/routes", routes, methods=["GET"])

@@ -52,6 +52,7 @@ def run(child: Child, client: ThreadedClient) -> None:
         lineage=int(os.environ.get("PRL_LINEAGE", "0")),
         dtype=config.sample.dtype,
         options=config.weights,
+        folder=child.run.weights,
         start_s=config.control.start_s,
     )
     weights.publish(step)

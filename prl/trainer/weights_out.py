@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from prl.config.tensors import tensor_shapes
 from prl.control.client import ControlError
 from prl.control.threaded import ThreadedClient
+from prl.flow.versions import Version
 from prl.metrics import names
 from prl.trainer import device
 from prl.trainer.engine import Engine
@@ -19,6 +21,7 @@ from prl.trainer.mapping import export_weights
 from prl.trainer.model import DTYPES
 from prl.trainer.parallel import Channel, shares_weights
 from prl.weights.agreement import Facts, facts
+from prl.weights.folder import write_version
 from prl.weights.group import TransportError
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, to_json
@@ -42,16 +45,19 @@ class WeightsOut:
         lineage: int,
         dtype: str,
         options: WeightsOptions,
+        folder: Path,
         start_s: float,
     ) -> None:
-        """`client` on rank 0 alone. `dtype` is the samplers', so that both ends take the digest of the same bits. `start_s` is
-        added to the deadline of the first version, which may have to wait until the samplers are up."""
+        """`client` on rank 0 alone. `dtype` is the samplers', so that both ends take the digest of the same bits. `folder` is
+        for versions that go by files. `start_s` is added to the deadline of the first version, which may have to wait until the
+        samplers are up."""
         self._engine = engine
         self._client = client
         self._channel = channel
         self._lineage = lineage
         self._dtype = DTYPES[dtype]
         self._options = options
+        self._folder = folder
         self._extra_s = start_s
         self._specs = [TensorSpec(name, dtype, shape) for name, shape in tensor_shapes(engine.config).items()]
         self._facts = self._own_facts()
@@ -117,9 +123,12 @@ class WeightsOut:
         """To the group of the answer. False: that failed, and the group is left."""
         epoch = int(answer["epoch"])
         which = {"lineage": self._lineage, "step": step, "epoch": epoch}
-        client.progress(f"sending version {step}")
+        by_files = answer["transport"] == "filesystem"
+        client.progress(f"{'writing' if by_files else 'sending'} version {step}")
         try:
-            report = self._transfer(client, which, int(answer["world_size"]), tensors)
+            report = (
+                self._write(step, tensors) if by_files else self._transfer(client, which, int(answer["world_size"]), tensors)
+            )
         except TransportError as error:
             self._epoch = -1
             failure = {**which, "error": str(error), "missing": error.missing}
@@ -129,6 +138,13 @@ class WeightsOut:
         sent = {**which, "digest": str(report.digest), "send_s": report.send_s, "bytes": report.bytes}
         client.call("version_sent", sent, deadline_s=self._options.update_s, reason=f"reporting version {step} as sent")
         return True
+
+    def _write(self, step: int, tensors: Mapping[str, torch.Tensor]) -> SendReport:
+        """Into files, durable on return. Raises OSError, which ends the run: where nothing can be written no run goes on."""
+        started = time.monotonic()
+        specs = {spec: tensors[spec.name] for spec in self._specs}
+        stored = write_version(self._folder, Version(self._lineage, step), specs)
+        return SendReport(stored.bytes, time.monotonic() - started, stored.digest)
 
     def _transfer(
         self, client: ThreadedClient, which: Mapping[str, Any], world_size: int, tensors: Mapping[str, torch.Tensor]

@@ -7,7 +7,8 @@ times a factor that depends on the tensor and the block: one multiplication and 
 It detects faults, not attacks.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from math import gcd
@@ -88,6 +89,18 @@ def rectangle(name: str, tensor: torch.Tensor, row: int, column: int, all_column
         inner = values.view(bits.shape).copy_(bits).view(-1, run).mul_(coefficients).sum(1).view(index.shape)
         result += ((inner + ones[: len(bits)]) * _factors(key, index // BLOCK)).sum()
     return result
+
+
+def slab(name: str, tensor: torch.Tensor, shape: Sequence[int], dim: int, start: int) -> torch.Tensor:
+    """What a shard of the tensor `name`, which has `shape` as a whole, adds to the digest: `tensor` holds its elements from
+    `start` on along `dim` (0 or 1), and all of the other dimensions, contiguous in their order; in what dimensions of its own
+    does not matter."""
+    rows = shape[0] if shape else 1
+    row_elements = math.prod(shape) // rows if rows else 0
+    width = tensor.numel() // rows if rows else 0
+    if dim == 1 and width != row_elements:
+        return rectangle(name, tensor.reshape(rows, width), 0, start, row_elements)
+    return part(name, tensor, start * row_elements if dim == 0 else 0)
 
 
 def _bits(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,18 @@
 """Options of the path from the trainer's weights to the samplers."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from prl.config.bounds import Above, AtLeast
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsOptions:
+    transport: Annotated[
+        Literal["gather", "filesystem"],
+        "gather: one trainer rank gathers each version and sends it over a collective group; filesystem: it writes files into "
+        "weights/ of the run folder, which the samplers read. Where a group breaks again and again, files are used anyway",
+    ] = "gather"
     bucket_mib: Annotated[int, "size of one packed transfer, in MiB", AtLeast(1)] = 256
     group_s: Annotated[float, "deadline of building the transfer group, in seconds", Above(0)] = 120.0
     update_s: Annotated[

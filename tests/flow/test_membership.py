@@ -20,6 +20,7 @@ class Life:
     committed: bool = False  # since its process came, and nothing was wrong with it since
     wrong: int = 0  # digests in a row
     starts: int = 1
+    given_up: bool = False  # others could not give it their weights
     deaths: list[float] = field(default_factory=list)
     due_s: float | None = None
 
@@ -60,7 +61,7 @@ class Histories(RuleBasedStateMachine):
         wanted = life.process == "starting"
         assert self.membership.join(number) == wanted
         if wanted:
-            life.process, life.committed = "ready", False
+            life.process, life.committed, life.given_up = "ready", False, False
         self.observe()
 
     @rule(replicas=st.sets(replica))
@@ -69,7 +70,22 @@ class Histories(RuleBasedStateMachine):
         chosen = sorted(number for number in chosen if self.lives[number].process == "ready")
         self.membership.admit(chosen)
         for number in chosen:
-            self.lives[number].committed, self.lives[number].wrong = True, 0
+            self.lives[number].committed, self.lives[number].wrong, self.lives[number].given_up = True, 0, False
+        self.observe()
+
+    @rule(replica=replica, succeeds=st.booleans())
+    def is_given_weights(self, replica, succeeds):
+        number, life = self.life(replica)
+        waits = life.process == "ready" and not life.committed
+        if not succeeds:
+            self.membership.not_seeded(number, "a torn file")
+            life.given_up = life.given_up or waits
+        elif waits:
+            self.membership.seed(number)
+            life.committed, life.wrong = True, 0
+        else:
+            with pytest.raises(MembershipError):
+                self.membership.seed(number)
         self.observe()
 
     @rule(replica=replica)
@@ -120,6 +136,10 @@ class Histories(RuleBasedStateMachine):
         assert set(self.membership.group) == self.group
         assert set(self.membership.serving) == {i for i, life in lives if life.process == "ready" and life.committed}
         assert dict(self.membership.to_end) == {i: life.starts - 1 for i, life in lives if life.process == "untrusted"}
+        waiting = {i for i, life in lives if life.process == "ready" and not life.committed}
+        to_seed = {i for i in waiting if not self.lives[i].given_up} if self.membership.serving else set()
+        assert set(self.membership.to_seed) == to_seed
+        assert set(self.membership.to_send) == waiting - to_seed
         awaited = [(i, life) for i, life in lives if life.process == "starting" and life.starts > 1]
         assert set(self.membership.late(self.now)) == {i for i, life in awaited if self.now > life.due_s}
         assert self.membership.restarts == sum(life.starts - 1 for life in self.lives)
@@ -193,3 +213,16 @@ def test_pauses_do_not_grow_for_ever():
         membership.join(0)
     assert pauses[:8] == [1, 2, 4, 8, 16, 32, 64, 64]
     assert pauses[-1] == 64
+
+
+def test_the_last_try_of_a_group_that_breaks_goes_through_files_until_somebody_comes_or_goes():
+    membership = ready(0, 1)
+    assert membership.broke("no route")
+    assert not membership.by_files
+    assert membership.broke("no route")
+    assert membership.by_files
+    membership.admit([0, 1])
+    assert membership.by_files  # it works, and a group would not
+    membership.died(1, "sampler 1 died", 1.0)
+    assert not membership.by_files
+    assert [membership.broke("no route") for _ in range(3)] == [True, True, False]

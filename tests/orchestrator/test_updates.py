@@ -12,7 +12,8 @@ from prl.control.token import is_authorized
 from prl.flow.membership import Membership, MembershipSettings
 from prl.flow.versions import Version
 from prl.orchestrator.replicas import ReplicaDesk
-from prl.orchestrator.updates import WeightUpdater
+from prl.orchestrator.sampler_calls import SamplerCalls
+from prl.orchestrator.updates import PATIENCE_S, WeightUpdater
 from prl.weights.options import WeightsOptions
 
 TOKEN = "t"
@@ -69,7 +70,8 @@ class Sampler:
 class Rig:
     """Three samplers of one, two and one workers that have joined; the test is the trainer and what is in the samplers."""
 
-    def __init__(self, restarts=1):
+    def __init__(self, restarts=1, options=OPTIONS):
+        self.options = options
         self.settings = MembershipSettings(replicas=3, restarts=restarts, pause_s=1.0, start_s=60.0)
 
     async def __aenter__(self):
@@ -78,11 +80,12 @@ class Rig:
         self.desk = ReplicaDesk(
             self.membership,
             {0: 0, 1: 0, 2: 1},
-            tell=lambda replica, reason: self.updater.tell_fenced(replica, reason),
+            tell=lambda replica, reason: self.calls.tell_fenced(replica, reason),
             on_change=self.words.append,
         )
+        self.calls = SamplerCalls(TOKEN, self.desk)
         self.updater = WeightUpdater(
-            TOKEN, OPTIONS, self.desk, start_s=5, on_committed=self.committed.append, on_error=self.errors.append
+            self.calls, self.options, self.desk, start_s=5, on_committed=self.committed.append, on_error=self.errors.append
         )
         self.samplers = [Sampler() for _ in WORKERS]
         self.urls = [await sampler.start() for sampler in self.samplers]
@@ -94,6 +97,7 @@ class Rig:
     async def __aexit__(self, *_):
         await self.desk.close()
         await self.updater.close()
+        await self.calls.close()
         for sampler in self.samplers:
             await sampler.runner.cleanup()
 
@@ -146,7 +150,12 @@ def run(scenario, **options):
 def test_a_version_is_armed_verified_and_committed_on_all_samplers():
     async def scenario(rig):
         answer = await rig.offer()
-        assert answer == {"epoch": 3, "world_size": 5, "send": True}  # three have come, one after another
+        assert answer == {
+            "epoch": 3,
+            "world_size": 5,
+            "send": True,
+            "transport": "gather",
+        }  # three have come, one after another
         offsets = [sampler.calls[0][1]["rank_offset"] for sampler in rig.samplers]
         assert offsets == [1, 2, 4]  # rank 0 is the trainer, the second sampler has two workers
         assert all(MEETING.items() <= sampler.calls[0][1].items() for sampler in rig.samplers)
@@ -390,17 +399,150 @@ def test_other_weights_on_all_samplers_end_the_run(phase):
 def test_an_error_without_anyone_to_blame_builds_another_group_and_the_third_ends_the_run():
     async def scenario(rig):
         for epoch in (3, 4, 5):
-            assert (await rig.offer())["epoch"] == epoch
+            answer = await rig.offer()
+            assert (answer["epoch"], answer["transport"]) == (epoch, "filesystem" if epoch == 5 else "gather")
             where = {"replica": 1, "worker": 0}
-            await rig.updater.staged({**rig.which(4), **where, "error": "connection closed by peer"})
-            assert "connection closed by peer" in (await rig.updater.sending(rig.which(4)))["broken"] or epoch == 5
+            if epoch < 5:
+                await rig.updater.staged({**rig.which(4), **where, "error": "connection closed by peer"})
+                assert "connection closed by peer" in (await rig.updater.sending(rig.which(4)))["broken"]
             await rig.updater.unsent({**rig.which(4), "error": "left", "missing": []})
             await rig.settled()
             assert len(rig.errors) == (epoch == 5)
-        assert "sampler 1 did not receive the weights: connection closed by peer" in str(rig.errors[0])
+        assert "could not send version 0:4: left" in str(rig.errors[0])
+        assert any("sampler 1 did not receive the weights: connection closed by peer" in words for words in rig.words)
         assert rig.membership.group == (0, 1, 2)
 
     run(scenario)
+
+
+FILES = WeightsOptions(transport="filesystem", group_s=2, update_s=0.5)
+
+
+async def share(rig, replica, digests, step=4):
+    """What the workers of a replica add to the digest."""
+    for worker, digest in enumerate(digests):
+        where = {"replica": replica, "worker": worker, "seed": 0}
+        await rig.updater.staged({**rig.which(step), **where, "digest": str(digest), "receive_s": 0.1})
+
+
+def test_by_files_samplers_read_what_the_trainer_has_written_and_their_shares_add_up():
+    async def scenario(rig):
+        answer = await rig.offer()
+        assert answer == {"epoch": 3, "world_size": 5, "send": True, "transport": "filesystem"}
+        assert all(sampler.calls == [] for sampler in rig.samplers)  # there is nothing to read yet
+        await rig.sent()
+        load = await rig.samplers[1].asked("load")
+        assert load == {"lineage": 0, "step": 4, "epoch": 3, "seed": 0, "tensors": OFFER["tensors"]}
+        await share(rig, 0, [7])
+        await share(rig, 1, [2**64 - 1, 8])
+        await share(rig, 2, [7])
+        await rig.settled()
+        assert rig.membership.serving == (0, 1, 2)
+        assert rig.committed[0].values["weights/by_files"] == 1
+        assert rig.samplers[0].verbs() == ["load", "commit"]
+
+    run(scenario, options=FILES)
+
+
+def test_by_files_one_that_dies_or_cannot_read_keeps_nobody_from_the_version():
+    async def scenario(rig):
+        await rig.offer()
+        rig.desk.died(0, "sampler 0 was ended by SIGKILL")
+        await asyncio.sleep(0.05)
+        assert rig.updater.under_way == Version(0, 4)  # the trainer need not write it again
+        await rig.sent()
+        await rig.samplers[2].asked("load")
+        await share(rig, 2, [7])
+        words = "StoredError: weights/0_4/rank_0_0.safetensors: has 3 bytes, of 40 that were written"
+        await rig.updater.staged({**rig.which(4), "replica": 1, "worker": 0, "seed": 0, "error": words})
+        await rig.settled()
+        assert rig.membership.serving == (2,)
+        assert await rig.samplers[1].asked("fence") == {"reason": f"sampler 1 did not read the weights: {words}"}
+        assert rig.membership.state(1) == "joined"
+        assert rig.errors == []
+
+    run(scenario, options=FILES)
+
+
+def test_by_files_shares_that_do_not_add_up_close_one_sampler():
+    async def scenario(rig):
+        await rig.offer()
+        await rig.sent()
+        await rig.samplers[1].asked("load")
+        for replica, digests in enumerate([[7], [3, 3], [7]]):
+            await share(rig, replica, digests)
+        await rig.settled()
+        assert rig.membership.serving == (0, 2)
+        words = "sampler 1 of all workers staged other weights than the trainer sent for version 0:4: digest 6, not 7"
+        assert words in rig.words
+
+    run(scenario, options=FILES)
+
+
+def test_what_nobody_can_read_is_written_again_and_the_third_time_ends_the_run():
+    async def scenario(rig):
+        for tried in (1, 2, 3):
+            await rig.offer()
+            await rig.sent()
+            await rig.samplers[2].asked("load")
+            for replica in range(3):
+                where = {"replica": replica, "worker": 0, "seed": 0}
+                await rig.updater.staged({**rig.which(4), **where, "error": "torn"})
+            await rig.settled()
+            assert len(rig.errors) == (tried == 3)
+            for sampler in rig.samplers:
+                sampler.calls.clear()
+        assert "sampler 0 did not read the weights: torn" in str(rig.errors[0])
+        assert rig.membership.group == (0, 1, 2)
+
+    run(scenario, options=FILES)
+
+
+def test_a_group_that_breaks_twice_is_done_without_until_somebody_comes_or_goes():
+    async def scenario(rig):
+        for epoch in (3, 4):
+            assert (await rig.offer())["transport"] == "gather"
+            assert rig.epoch == epoch
+            await rig.updater.unsent({**rig.which(4), "error": "no route to host", "missing": []})
+            await rig.settled()
+        assert any("go through files" in words and "no route to host" in words for words in rig.words)
+        for step in (4, 5):
+            assert (await rig.offer(step))["transport"] == "filesystem"
+            await rig.sent(step=step)
+            await rig.samplers[1].asked("load")
+            for replica, digests in enumerate([[7], [3, 4], [7]]):
+                await share(rig, replica, digests, step)
+            await rig.settled()
+            assert rig.committed[-1].version == Version(0, step)
+        rig.desk.died(1, "sampler 1 was ended by SIGKILL")
+        await rig.update(0, 2, step=6)
+        assert rig.samplers[0].verbs()[-3:] == ["connect", "receive", "commit"]
+        assert rig.committed[-1].values["weights/by_files"] == 0
+
+    run(scenario)
+
+
+def test_an_update_that_outlasts_a_step_is_not_waited_for_and_the_newest_version_comes_next():
+    async def scenario(rig):
+        options = {"newer_comes": True}
+        await rig.offer(4)
+        for step in (5, 6):
+            began = time.monotonic()
+            answer = await rig.updater.offer({**OFFER, "step": step}, **options)
+            assert not answer["send"]
+            assert time.monotonic() - began < PATIENCE_S + 0.2
+        last = asyncio.create_task(rig.updater.offer({**OFFER, "step": 7}, **options))
+        await asyncio.sleep(0.05)
+        await rig.stage(0, 1, 2)
+        await rig.sent()
+        assert (await last)["send"]
+        await rig.stage(0, 1, 2, step=7)
+        await rig.sent(step=7)
+        await rig.settled()
+        assert [one.version.step for one in rig.committed] == [4, 7]
+        assert [one.values["weights/passed_over"] for one in rig.committed] == [2, 0]
+
+    run(scenario, options=WeightsOptions(group_s=2, update_s=5, bucket_mib=1))
 
 
 def test_an_error_that_comes_before_all_are_armed_is_not_lost():
@@ -471,11 +613,13 @@ def test_the_first_offer_waits_for_the_samplers():
             tell=lambda *_: asyncio.sleep(0),
             on_change=lambda words: None,
         )
-        updater = WeightUpdater(TOKEN, OPTIONS, desk, start_s=0.2, on_committed=lambda c: None, on_error=lambda e: None)
+        calls = SamplerCalls(TOKEN, desk)
+        updater = WeightUpdater(calls, OPTIONS, desk, start_s=0.2, on_committed=lambda c: None, on_error=lambda e: None)
         with pytest.raises(ValueError, match="version 0:4 waits for the samplers to start"):
             await updater.offer(OFFER)
         assert updater.current is None
         await updater.close()
+        await calls.close()
 
     asyncio.run(asyncio.wait_for(main(), 10))
 
