@@ -29,6 +29,7 @@ from prl.config.load import ConfigError, load, replace
 from prl.config.machine import free_memory_bytes
 from prl.config.memory import (
     describe_memory,
+    describe_weights,
     fullest_rank,
     gathered_bytes,
     microbatch_tokens,
@@ -278,6 +279,8 @@ def _show(config: Config, split: Split, folder: RunFolder, attempt: int) -> None
         print(describe_memory(model, config.train, split.world_size, microbatch_tokens(config), gathered_bytes(config, model)))
         saved = saved_on_a_node(model, config.train, split.world_size, _ranks_of_a_node(split))
         print(f"  a checkpoint is written from a copy of up to {size_in_words(saved)} in the memory of a node")
+    if model is not None and not config.run.replay:
+        print(describe_weights(model, config))
     if split.kind != "local":
         print(f"\nbatch script:\n{submission.script_for(config, split, folder, attempt)}")
 

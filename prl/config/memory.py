@@ -191,6 +191,22 @@ def describe_memory(model: ModelConfig, train: TrainOptions, ranks: int, tokens:
     )
 
 
+def describe_weights(model: ModelConfig, config: Config) -> str:
+    """What a version of the weights takes on its way to the samplers, in memory and on disk, in a line or two."""
+    alone = Layout(tensor=1, pipeline=1, virtual=1, context=1, expert=1)
+    version = rank_parameters(model, alone, 0).all * (_FLOAT32 if config.sample.dtype == "float32" else 2)
+    ranks = config.sample.tensor_parallel
+    if config.weights.transport == "filesystem":
+        staged, when = version // ranks, "while each version is written"
+    else:
+        staged, when = version, "while a sampler that came back is given its weights by another one"
+    return (
+        f"  a version of the weights has {size_in_words(version)}: a sampler's worker holds {size_in_words(staged)} more while "
+        f"one arrives; weights/ in the run\n    folder needs up to {size_in_words(2 * version)} of disk {when}, and whoever "
+        f"writes {size_in_words(min(version, _GIB))} of the host's memory"
+    )
+
+
 def _activations(model: ModelConfig, train: TrainOptions, layout: Layout, tokens: int, stage: int) -> int:
     """Elements that are kept for the backward pass of so many tokens on the rank, at the moment when most are."""
     split = layout.tensor if train.sequence_parallel else 1

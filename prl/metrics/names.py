@@ -34,7 +34,8 @@ train/ (the trainer)
     lag_<n>                    trained tokens of lag n (optional; makes the report's histogram)
     tokens                     trained tokens, all ranks
     step_s                     from one step's end to the next one's
-    wait_s, send_s             of it: waiting for a step file; gathering and sending weights
+    wait_s                     of it: waiting for a step file
+    send_s                     of it: the trainer's stall for a version: offering, gathering and sending (or writing) weights
     save_s                     of it: what checkpoints took of the trainer's time
     data_s                     of it: reading the step file
     forward_backward_s, optimizer_s  of it: both passes; the optimizer; each on the slowest rank
@@ -61,15 +62,19 @@ data/ (the preprocessor)
     held_back_s                before that: waiting for the trainer
     dropped_<why>              rollouts since the step before: too_old, abandoned, all_equal, cut, overlong, empty
     quarantined_files          rollout files that could not be read, so far
-weights/ (orchestrator and samplers)
+weights/ (orchestrator and samplers), of a version that samplers serve; the trainer's stall for it is train/send_s
+    transfer_s                 on its way: sent (send_s), or written and read (send_s and the longest receive_s)
     pause_s                    longest time for which a sampler stood still for this version
-    receive_s                  longest time from the armed receiver to the verified version
     gap_s                      longest time between two tokens of one sequence around the update
-    send_s, commit_s, update_s the trainer's sending; pause and copy at all samplers; from the armed receivers to the end
-    bytes                      bytes sent
+    receive_s                  longest time from the armed receiver, or from the order to read, to the verified version
+    send_s, commit_s, update_s the trainer's sending or writing; pause and copy at all samplers; from the offer to the end
+    bytes                      bytes sent or written
+    by_files                   1 where it went through files, else 0
+    passed_over                versions before it that were never sent, since an update outlasted a step
 samplers/ (the orchestrator)
     serving                    replicas that may be asked
     restarts                   processes that were started again, so far
+    seeded                     replicas that came (back) and got their weights from another one, so far
     epoch                      groups for the weights that were needed so far
     fenced_<why>               replicas that stopped serving, so far: died, failed, silent, unreachable, late, refused, mismatch
 checkpoint/ (the orchestrator)
@@ -126,12 +131,15 @@ MIXED_VERSION_SHARE = "data/mixed_version_share"
 READY_S = "data/ready_s"
 PUBLISH_S = "data/publish_s"
 
+TRANSFER_S = "weights/transfer_s"
 PAUSE_S = "weights/pause_s"
 RECEIVE_S = "weights/receive_s"
 GAP_S = "weights/gap_s"
+PASSED_OVER = "weights/passed_over"
 
 SERVING = "samplers/serving"
 RESTARTS = "samplers/restarts"
+SEEDED = "samplers/seeded"
 EPOCH = "samplers/epoch"
 FENCED_PREFIX = "samplers/fenced_"  # and a reason
 

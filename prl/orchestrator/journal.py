@@ -33,6 +33,7 @@ class Journal:
         values = {
             names.SERVING: float(len(membership.serving)),
             names.RESTARTS: float(membership.restarts),
+            names.SEEDED: float(membership.seeded),
             names.EPOCH: float(membership.epoch),
             **{f"{names.FENCED_PREFIX}{reason}": float(count) for reason, count in membership.reasons.items()},
         }

@@ -363,6 +363,7 @@ class WeightUpdater:
         self._desk.admitted(list(answers))
         now = time.monotonic()
         values = {
+            "weights/transfer_s": update.send_s + (update.receive_s if update.by_files else 0.0),
             "weights/pause_s": max(float(answer["pause_s"]) for answer in answers.values()),
             "weights/gap_s": max(float(answer.get("gap_s", answer["pause_s"])) for answer in answers.values()),
             "weights/receive_s": update.receive_s,

@@ -122,16 +122,26 @@ def _time(s: Summary) -> Iterator[str]:
 
 
 def _weights(s: Summary) -> Iterator[str]:
-    for words, spread in (("pause", s.pause_s), ("token gap", s.gap_s), ("receive", s.receive_s)):
+    spreads = {
+        "stall": s.stall_s,  # the trainer's
+        "transfer": s.transfer_s,
+        "pause": s.pause_s,  # the samplers'
+        "token gap": s.gap_s,
+        "receive": s.receive_s,
+    }
+    for words, spread in spreads.items():
         if spread:
             yield f"{words:<11} " + _spread(spread)
+    if s.passed_over:
+        yield f"passed over {s.passed_over:,} of the versions for newer ones, as an update lasted longer than a step"
 
 
 def _samplers(s: Summary) -> Iterator[str]:
     if s.samplers is None:
         return
     fenced = ", ".join(f"{count} {reason}" for reason, count in s.samplers.fenced.items())
-    yield f"fenced      {fenced}; {s.samplers.restarts} restarts; {s.samplers.serving} serving at the last change"
+    seeded = f"{s.samplers.seeded} seeded by others; " if s.samplers.seeded else ""
+    yield f"fenced      {fenced}; {s.samplers.restarts} restarts; {seeded}{s.samplers.serving} serving at the last change"
     shown = s.samplers.changes[:_CHANGES]
     for seconds, words in shown:
         yield f"{seconds:>9.1f} s {words}"

@@ -45,6 +45,7 @@ class Samplers:
 
     serving: int  # at the last change
     restarts: int
+    seeded: int  # got their weights from another one
     fenced: Mapping[str, int]  # by reason
     changes: Sequence[tuple[float, str]]  # seconds since the attempt's first event, what happened; from the first trouble on
 
@@ -83,9 +84,12 @@ class Summary:
     step_s: Spread | None
     step_file_s: Spread | None  # from a step's last rollout to its file, without the filesystem's time
     trainer_time: TrainerTime | None
+    stall_s: Spread | None  # of the trainer, for a version
+    transfer_s: Spread | None  # of a version
     pause_s: Spread | None
     receive_s: Spread | None
     gap_s: Spread | None
+    passed_over: int  # versions that were never sent, since an update outlasted a step
     samplers: Samplers | None  # None: none ever failed
     usage: Sequence[RoleUsage]
     discards: Mapping[str, int]
@@ -141,9 +145,12 @@ def summarize(record: RunRecord, now: float) -> Summary:
         step_s=_spread(steps.column(names.STEP_S)),
         step_file_s=_spread(steps.column(names.READY_S) - steps.column(names.PUBLISH_S)),
         trainer_time=_trainer_time(record),
+        stall_s=_spread(steps.column(names.SEND_S)),
+        transfer_s=_spread(weights.column(names.TRANSFER_S)),
         pause_s=_spread(weights.column(names.PAUSE_S)),
         receive_s=_spread(weights.column(names.RECEIVE_S)),
         gap_s=_spread(weights.column(names.GAP_S)),
+        passed_over=int(np.nansum(record.weights.column(names.PASSED_OVER))),
         samplers=_samplers(record),
         usage=_usage(record.usage),
         discards=record.discards,
@@ -277,6 +284,7 @@ def _samplers(record: RunRecord) -> Samplers | None:
     return Samplers(
         serving=int(record.samplers[-1].values.get(names.SERVING, 0)),
         restarts=sum(int(change.values.get(names.RESTARTS, 0)) for change in last.values()),
+        seeded=sum(int(change.values.get(names.SEEDED, 0)) for change in last.values()),
         fenced=fenced,
         changes=[(change.time - began.get(change.attempt, change.time), change.words) for change in troubled],
     )

@@ -9,6 +9,7 @@ from prl.config.hf_config import model_config
 from prl.config.layout import context_problems, layout_of, layout_problems
 from prl.config.memory import (
     describe_memory,
+    describe_weights,
     fullest_rank,
     gathered_bytes,
     rank_memory,
@@ -19,6 +20,7 @@ from prl.config.memory import (
 from prl.config.schema import Config
 from prl.sampler.options import SampleOptions
 from prl.trainer.options import TrainOptions
+from prl.weights.options import WeightsOptions
 
 SIZES = {
     "model_type": "qwen2",
@@ -257,3 +259,18 @@ def test_the_estimate_in_words():
     assert "a trainer rank of stage " in words
     assert "for micro-batches of 4096 tokens" in words
     assert "parameters 7.1 GiB, gradients 14.2 GiB, optimizer 42.6 GiB, activations" in words
+
+
+def test_what_a_version_on_its_way_needs_in_words():
+    """Of Qwen2.5-7B in bfloat16, 14.2 GiB."""
+
+    def words(transport, tensor_parallel):
+        weights = WeightsOptions(transport=transport)
+        return describe_weights(QWEN_7B, Config(weights=weights, sample=SampleOptions(tensor_parallel=tensor_parallel)))
+
+    gathered = words("gather", 4)
+    assert "a version of the weights has 14.2 GiB: a sampler's worker holds 14.2 GiB more while one arrives" in gathered
+    assert "up to 28.4 GiB of disk while a sampler that came back" in gathered
+    by_files = words("filesystem", 4)
+    assert "a sampler's worker holds 3.5 GiB more" in by_files
+    assert "up to 28.4 GiB of disk while each version is written, and whoever writes 1.0 GiB of the host's memory" in by_files

@@ -48,7 +48,9 @@ def write_step(writer, step, *, time, wait_s=1.0, lag=0, reward=None):
         "data/mixed_version_share": 0.25,
     }
     writer.write(values, step=step, kind="step", time=time)
-    writer.write({"weights/pause_s": step / 500, "weights/receive_s": 0.2}, step=step, kind="weights", time=time)
+    weights = {"pause_s": step / 500, "receive_s": 0.2, "transfer_s": step / 10, "passed_over": float(step == 3)}
+    values = {f"weights/{name}": value for name, value in weights.items()}
+    writer.write(values, step=step, kind="weights", time=time)
 
 
 def end(run, number, outcome="done", cause="all 8 steps trained", role=None, code=0, steps=4):
@@ -85,6 +87,9 @@ def test_a_finished_run(tmp_path):
     assert summary.pause_s.p95 == pytest.approx(0.0077)  # 0.95 of the way over 4 values: between the third and the fourth
     (trainer,) = summary.usage
     assert (trainer.processes, trainer.cpu_s, trainer.max_rss_bytes) == (2, 15.0, 1e9 + 1)
+    assert (summary.stall_s.p50, summary.stall_s.max) == (0.5, 0.5)
+    assert (summary.transfer_s.p50, summary.transfer_s.max) == (pytest.approx(0.25), 0.4)
+    assert summary.passed_over == 1
     assert summary.gap_s is None
 
     text = render(summary)
@@ -92,7 +97,10 @@ def test_a_finished_run(tmp_path):
     assert "starting at 0.0 s, seeding at 20.0 s, running at 23.5 s" in text
     assert "best      0.900 at step 4" in text
     assert "computing 62.5 %, waiting for data 25 %, sending weights 12.5 %" in text
-    assert "p50 5.0 ms, p95 7.7 ms, max 8.0 ms" in text
+    assert "pause       p50 5.0 ms, p95 7.7 ms, max 8.0 ms" in text
+    assert "stall       p50 500.0 ms" in text
+    assert "transfer    p50 250.0 ms" in text
+    assert "passed over 1 of the versions for newer ones" in text
     assert str(run.path.resolve()) in text
     assert json.loads(json.dumps(as_json(summary), allow_nan=False))["lag_mean"] == 0.5
 

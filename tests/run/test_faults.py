@@ -163,6 +163,66 @@ def test_a_run_goes_on_without_a_sampler_that_is_killed_or_stands_still_until_it
     assert "1 died, 1 silent; 2 restarts; 2 serving at the last change" in report
 
 
+def wait_until_idle(folder: RunFolder, idle_s: float = 5.0) -> None:
+    """No step has ended for so long."""
+    end = time.monotonic() + 120
+    while time.time() - max(event.time for event in Ended(folder, 0, "").events("step")) < idle_s:
+        assert time.monotonic() < end, "steps go on without the preprocessor"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(900)
+def test_a_sampler_that_comes_back_is_seeded_by_another_while_the_trainer_stands_still(tmp_path, start):
+    folder = RunFolder(tmp_path / "run")
+    process = start(folder, "run.steps=100000", "cluster.replicas_per_node=2", "control.lost_after_s=300")
+    wait_for_steps(process, folder, 5)
+    children = children_of(process.pid, folder)
+    children["preprocess 0"].suspend()
+    wait_until_idle(folder)
+    stopped = [children[name] for name in ("trainer 0", "trainer 1")]
+    for child in stopped:
+        child.suspend()
+    versions = [event.step for event in Ended(folder, 0, "").events("weights")]
+    children["sampler 0"].kill()
+    left = wait_for_samplers(process, folder, lambda e: e.values.get("samplers/restarts") == 1)
+    again = wait_for_samplers(process, folder, lambda e: e.time > left.time and e.values["samplers/serving"] == 2)
+    assert again.values["samplers/seeded"] == 1
+    words = f"sampler 0 serves: it has version 0:{versions[-1]} from sampler 1, "
+    assert again.labels["event"].startswith(words)
+    assert [event.step for event in Ended(folder, 0, "").events("weights")] == versions  # the trainer sent nothing
+    for child in [*stopped, children["preprocess 0"]]:
+        child.resume()
+    wait_for_steps(process, folder, versions[-1] + 5)
+    folder.stop.touch()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    ended = Ended(folder, process.returncode, output)
+    assert ended.events("weights")[-1].step > versions[-1]
+    served = served_after(folder, 0, again.time)
+    assert min(served) >= versions[-1]
+    assert max(served) > versions[-1]
+    assert list(folder.weights.iterdir()) == []
+    result = audit(folder.path)
+    assert result.passed, render(result)
+    report = subprocess.run([SUBMIT.with_name("prl-report"), folder.path], capture_output=True, text=True, check=True).stdout
+    assert "1 died; 1 restarts; 1 seeded by others; 2 serving at the last change" in report
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(360)
+def test_a_run_whose_weights_go_by_files_trains_and_leaves_none_behind(tmp_path):
+    overrides = ("weights.transport=filesystem", "run.steps=6", "cluster.replicas_per_node=2")
+    ended = submit(tmp_path / "run", *SHORT, *overrides)
+    assert ended.code == 0, ended.logs()
+    commits = ended.events("weights")
+    assert commits[-1].step == 6
+    assert all(event.values["weights/by_files"] == 1 for event in commits)
+    assert list(ended.folder.weights.iterdir()) == []
+    result = audit(ended.folder.path)
+    assert result.passed, render(result)
+
+
 @pytest.mark.slow
 @pytest.mark.deadline(360)
 def test_a_killed_orchestrator_leaves_nothing_behind(tmp_path, start):

@@ -37,7 +37,9 @@ from prl.config.schema import Config
 from prl.config.tensors import tensor_shapes
 from prl.control.server import ControlServer, Member
 from prl.control.token import authorization, create_token
+from prl.flow.versions import Version
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.weights import MODULUS, StoredFile, StoredVersion, new_folder, publish_version
 from prl.sampler.options import SampleOptions
 from prl.weights.agreement import facts
 from prl.weights.digest import digest
@@ -155,6 +157,7 @@ class Lab:
     start_s: float
     sockets: Path  # where the sampler makes the folder for vLLM's sockets
     folder: RunFolder
+    stored: "queue.Queue[Mapping[str, Any]]"
     epoch: int = 0
     step: int = -1
     before: list[Reply] = field(
@@ -246,6 +249,37 @@ class Lab:
         assert reply.status == 200, reply
         return reply
 
+    def store(self, weights: Weights) -> StoredVersion:
+        """Have the sampler write the live version, which has these tensors, to files, and make it count."""
+        version = Version(0, self.step)
+        folder = new_folder(self.folder.weights, version)
+        tensors = to_json(spec_of(name, tensor) for name, tensor in weights.items())
+        body = {"lineage": 0, "step": self.step, "seed": 1, "folder": str(folder), "tensors": tensors}
+        reply = self.request("POST", "/prl/weights/store", body)
+        assert reply.status == 200, reply
+        reports = [self.stored.get(timeout=30) for _ in range(self.joined["workers"])]
+        assert all(report["seed"] == 1 and "error" not in report for report in reports), reports
+        files = [StoredFile.from_json(file) for report in reports for file in report["files"]]
+        stored = StoredVersion(version, sum(piece.digest for file in files for piece in file.pieces) % MODULUS, files)
+        publish_version(folder, stored)
+        return stored
+
+    def load(self, stored: StoredVersion, weights: Weights) -> list[Mapping[str, Any]]:
+        """Have the sampler read a version from files; every worker's report."""
+        tensors = to_json(spec_of(name, tensor) for name, tensor in weights.items())
+        body = {"lineage": 0, "step": stored.version.step, "epoch": self.epoch, "seed": 2, "tensors": tensors}
+        reply = self.request("POST", "/prl/weights/load", body)
+        assert reply.status == 200, reply
+        return [self.staged.get(timeout=30) for _ in range(self.joined["workers"])]
+
+    def take(self, stored: StoredVersion, weights: Weights) -> None:
+        """Read a version from files and commit it."""
+        reports = self.load(stored, weights)
+        assert sum(int(report["digest"]) for report in reports) % MODULUS == stored.digest == digest(weights)
+        body = {"lineage": 0, "step": stored.version.step, "digest": str(stored.digest), "clear_cache": False}
+        reply = self.request("POST", "/prl/weights/commit", body)
+        assert reply.status == 200, reply
+
     def generate(self, prompt: list[int], **sampling: Any) -> "Future[Reply]":
         parameters = {"n": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False, **sampling}
         return self.start("POST", "/inference/v1/generate", {"token_ids": prompt, "sampling_params": parameters})
@@ -322,6 +356,7 @@ def sampler(folder: Path, options: SampleOptions = OPTIONS, model: PreTrainedMod
     run.config.write_text(dump(Config(sample=options, weights=weights)))
     token = create_token(run.token)
     staged: queue.Queue[Mapping[str, Any]] = queue.Queue()
+    stored: queue.Queue[Mapping[str, Any]] = queue.Queue()
     joined: queue.Queue[Member] = queue.Queue()
     failed: queue.Queue[str] = queue.Queue()
 
@@ -329,12 +364,16 @@ def sampler(folder: Path, options: SampleOptions = OPTIONS, model: PreTrainedMod
         staged.put(body)
         return {}
 
+    async def on_stored(member: Member, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        stored.put(body)
+        return {}
+
     def on_fail(member: Member, error: str, trace: str) -> None:
         failed.put(f"{member.name}: {error}\n{trace}")
 
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    server = ControlServer(token, {"staged": on_staged}, on_join=joined.put, on_fail=on_fail)
+    server = ControlServer(token, {"staged": on_staged, "stored": on_stored}, on_join=joined.put, on_fail=on_fail)
     control_url = asyncio.run_coroutine_threadsafe(server.start(HOST), loop).result(10)
 
     sockets = Path(tempfile.mkdtemp(prefix="prl-test-"))  # not in pytest's own folders: the paths of sockets must be short
@@ -371,7 +410,9 @@ def sampler(folder: Path, options: SampleOptions = OPTIONS, model: PreTrainedMod
                 assert time.monotonic() - began < START_S, f"no sampler after {START_S} s:\n{log.read_text()[-4000:]}"
         trainer = TrainerEnd(HOST, weights)
         start_s = time.monotonic() - began
-        yield Lab(member.facts["url"], process, trainer, token, loop, staged, failed, member.facts, log, start_s, sockets, run)
+        yield Lab(
+            member.facts["url"], process, trainer, token, loop, staged, failed, member.facts, log, start_s, sockets, run, stored
+        )
         if process.poll() is None:
             server.stopping = True  # told with the next heartbeat
             assert process.wait(60) == 0, log.read_text()[-4000:]

@@ -23,6 +23,7 @@ from prl.control.options import ControlOptions
 from prl.control.server import ControlServer
 from prl.control.token import create_token
 from prl.flow.ids import RolloutId
+from prl.flow.versions import Version
 from prl.orchestrator.options import RunOptions
 from prl.runfolder.manifest import part_of
 from prl.runfolder.paths import RunFolder
@@ -30,7 +31,8 @@ from prl.sampler.options import SampleOptions
 from prl.streams.steps import write_step
 from prl.trainer.options import TrainOptions
 from prl.weights.digest import digest
-from prl.weights.plan import from_json
+from prl.weights.folder import Slab, VersionReader
+from prl.weights.plan import TensorSpec, from_json
 from prl.weights.transport import SamplerEnd
 
 RANKS = 2
@@ -71,6 +73,7 @@ class Run:
     offered: list[str] = field(default_factory=list)  # versions, by lineage:step
     breaks: str = ""  # a version of whose group a sampler is missing at first
     resend: int = -1  # a step behind which the trainer is asked for its version once more
+    by_files: str = ""  # a version that goes by files
     unsent: list[dict[str, Any]] = field(default_factory=list)  # what the trainer said of transfers that failed
 
 
@@ -113,6 +116,7 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
     """Start the ranks, answer their calls, and return their exit codes."""
     sampler: dict[int, SamplerEnd] = {}  # by epoch
     tasks = []
+    specs: list[TensorSpec] = []  # of the version that goes by files
 
     async def offer(member, body):
         assert member.index == 0
@@ -121,7 +125,10 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
             return {"epoch": 0, "world_size": 1, "send": False}
 
         if run.offered[-1] == run.breaks and not run.unsent:
-            return {"epoch": 2, "world_size": 3, "send": True}
+            return {"epoch": 2, "world_size": 3, "send": True, "transport": "gather"}
+        if run.offered[-1] == run.by_files:
+            specs.extend(from_json(body["tensors"]))
+            return {"epoch": 3, "world_size": 2, "send": True, "transport": "filesystem"}
         epoch = 3 if run.unsent else 1
 
         def receive():
@@ -135,7 +142,7 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
             run.versions[f"{body['lineage']}:{body['step']}"] = await asyncio.to_thread(receive)
 
         tasks.append(asyncio.create_task(keep()))
-        return {"epoch": epoch, "world_size": 2, "send": True}
+        return {"epoch": epoch, "world_size": 2, "send": True, "transport": "gather"}
 
     async def sending(member, body):
         return {"broken": "sampler 1 left the group" if body["epoch"] == 2 else ""}
@@ -145,8 +152,12 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         return {}
 
     async def sent(member, body):
+        label = f"{body['lineage']}:{body['step']}"
         await tasks[-1]
-        run.digests[f"{body['lineage']}:{body['step']}"] = body["digest"]
+        if label == run.by_files:
+            reader = VersionReader(run.folder.weights, Version.parse(label), specs, 0.0)
+            run.versions[label] = {spec.name: reader.read(Slab.whole(spec), verify=True) for spec in specs}
+        run.digests[label] = body["digest"]
         return {}
 
     async def next_step(member, body):
@@ -260,7 +271,7 @@ def test_a_resumed_run_goes_on_as_before_and_another_runs_step_file_ends_it(run)
 
 def test_a_group_that_breaks_is_left_and_its_version_sent_again_and_so_is_one_that_is_asked_for(run, model_folders, tmp_path):
     again = new_run(tmp_path / "again", model_folders, run.train)
-    again.stop_after, again.save_after, again.breaks, again.resend = 2, 9, "0:1", 2
+    again.stop_after, again.save_after, again.breaks, again.resend, again.by_files = 2, 9, "0:1", 2, "0:2"
     for step in (1, 2):
         again.files[step] = {**run.files[step], "path": str(run.folder.path / run.files[step]["path"])}
     began = time.monotonic()
