@@ -170,6 +170,33 @@ def write_npy(folder: Path, groups: Sequence[Group], checksums: bool = False) ->
                 os.fsync(file.fileno())
 
 
+def write_npy_columns(folder: Path, groups: Sequence[Group]) -> None:
+    """A file a column, with all that a rollout file of prl holds but metrics (here there are none)."""
+    for number, piece in enumerate(pieces(groups)):
+        of = [(group, index, rollout) for group in piece for index, rollout in enumerate(group.rollouts)]
+        turns = [rollout.turns[0] for _, _, rollout in of]
+        spans = [span for turn in turns for span in turn.versions]
+        arrays = {
+            "prompts": np.concatenate([turn.prompt_ids for turn in turns]),
+            "outputs": np.concatenate([turn.output_ids for turn in turns]),
+            "logprobs": np.concatenate([turn.logprobs for turn in turns]),
+            "lengths": np.array([(len(turn.prompt_ids), len(turn.output_ids)) for turn in turns], np.int32),
+            "rewards": np.array([rollout.reward for _, _, rollout in of], np.float32),
+            "ids": np.array([(group.epoch, group.group, index, group.issue) for group, index, _ in of], np.int64),
+            "names": np.array([(group.problem, group.domain, group.dataset) for group in piece], np.str_),
+            "spans": np.array([(s.version.lineage, s.version.step, s.start, s.end) for s in spans], np.int64),
+            "spans_of": np.array([len(turn.versions) for turn in turns], np.int32),
+            "reasons": np.array([turn.finish_reason for turn in turns], np.str_),
+            "replicas": np.array([turn.replica for turn in turns], np.int32),
+            "times": np.array([(turn.started, turn.ended) for turn in turns], np.float64),
+        }
+        for name, array in arrays.items():
+            with (folder / f"{name}_{number:04d}.npy").open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+
+
 def read_npy(folder: Path, checksums: bool = False) -> Flat:
     def load(name: str, number: int) -> Any:
         with (folder / f"{name}_{number:04d}.npy").open("rb") as file:
@@ -191,6 +218,7 @@ WAYS: dict[str, Way] = {
     "prl": (write_prl, read_prl),
     "prl, groups": (write_prl, read_groups),
     "raw .npy": (write_npy, read_npy),
+    "raw .npy, columns": (write_npy_columns, read_npy),
     "raw .npy, xxh3": (partial(write_npy, checksums=True), partial(read_npy, checksums=True)),
     "msgpack, lists": (write_msgpack, read_msgpack),
     "JSONL, orjson": lines_way(orjson.dumps, orjson.loads),
