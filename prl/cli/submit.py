@@ -32,6 +32,7 @@ from prl.config.memory import (
     describe_weights,
     fullest_rank,
     gathered_bytes,
+    kept_bytes,
     microbatch_tokens,
     saved_on_a_node,
     size_in_words,
@@ -224,7 +225,8 @@ def _check_memory(config: Config, split: Split) -> None:
     model, room_gib, gpus = model_of(config), config.cluster.gpu_memory_gib, config.cluster.gpus_per_node
     if model is None:
         return
-    _, memory = fullest_rank(model, config.train, split.world_size, microbatch_tokens(config), gathered_bytes(config, model))
+    sent = gathered_bytes(config, model), kept_bytes(config, model)
+    _, memory = fullest_rank(model, config.train, split.world_size, microbatch_tokens(config), *sent)
     if room_gib is None and gpus:
         console.tell(
             f"prl-submit: warning: cluster.gpu_memory_gib = null: whether an accelerator holds the {memory.total / 2**30:.1f} "
@@ -276,7 +278,8 @@ def _show(config: Config, split: Split, folder: RunFolder, attempt: int) -> None
     print(f"run {config.run.name} in {folder}\n{split.describe()}")
     model = model_of(config)
     if model is not None and not any(layout_problems(config.train, model)):
-        print(describe_memory(model, config.train, split.world_size, microbatch_tokens(config), gathered_bytes(config, model)))
+        sent = gathered_bytes(config, model), kept_bytes(config, model)
+        print(describe_memory(model, config.train, split.world_size, microbatch_tokens(config), *sent))
         saved = saved_on_a_node(model, config.train, split.world_size, _ranks_of_a_node(split))
         print(f"  a checkpoint is written from a copy of up to {size_in_words(saved)} in the memory of a node")
     if model is not None and not config.run.replay:

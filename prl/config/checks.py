@@ -52,7 +52,7 @@ LIMITS = {  # of every number without a bound of its own: far above what any run
     "run.stop_at_reward train.learning_rate train.min_learning_rate train.epsilon train.weight_decay train.clip_grad "
     "train.clip_high train.truncate train.ratio_penalty train.value_coefficient train.value_rate_factor train.token_mask_low "
     "train.token_mask_high train.sequence_mask_low train.sequence_mask_high train.entropy_coefficient train.kl_coefficient "
-    "train.entropy_coefficient_end train.kl_coefficient_end train.peak_tflops",
+    "train.entropy_coefficient_end train.kl_coefficient_end train.peak_tflops weights.anchor_every_steps",
     10**8: "sample.max_model_len actor.max_tokens model.max_positions",
     10**7: "model.ffn_size model.expert_ffn_size cluster.time_min",
     10**6: "run.steps_per_generation run.groups_per_step run.rollouts_per_group run.min_rollouts_per_group "

@@ -7,7 +7,7 @@ import psutil
 
 from prl.config.hf_config import ModelConfig
 from prl.config.layout import Layout, layout_of
-from prl.config.memory import microbatch_tokens, rank_memory, rank_parameters, saved_on_a_node
+from prl.config.memory import kept_bytes, microbatch_tokens, rank_memory, rank_parameters, saved_on_a_node
 from prl.config.schema import Config
 
 _MIB = 1024**2
@@ -60,6 +60,7 @@ def estimate_memory_bytes(config: Config, model: ModelConfig) -> int:
         ranks * _TRAINER_BYTES
         + ranks // stages * sum(trained)
         + saved_on_a_node(model, config.train, ranks, ranks)
+        + kept_bytes(config, model)
         + parameters * _LOADING_BYTES
         # weights twice: those in use and the version that arrives
         + replicas * (_SAMPLER_BYTES + 2 * sampled + (config.sample.kv_cache_mib or 0) * _MIB)

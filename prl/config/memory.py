@@ -41,6 +41,7 @@ class RankMemory:
     activations: int
     logits: int
     sending: int  # between steps, in the place of the two above
+    sent_before: int = 0  # the copy of the version that the next one is told by its difference to
     on_the_host: int = 0  # beside all these, in another memory
 
     @property
@@ -50,7 +51,7 @@ class RankMemory:
     @property
     def between_steps(self) -> int:
         """What is there at all times."""
-        return self.parameters + self.gradients + self.optimizer + self.frozen_copies
+        return self.parameters + self.gradients + self.optimizer + self.frozen_copies + self.sent_before
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,10 @@ def rank_parameters(model: ModelConfig, layout: Layout, stage: int) -> RankParam
 
 
 def rank_memory(
-    model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, stage: int, sent_bytes: int = 0
+    model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, stage: int, sent_bytes: int = 0, kept_bytes: int = 0
 ) -> RankMemory:
     """Of a rank of pipeline stage `stage`, of `ranks` in all, whose micro-batches have up to `tokens` tokens. A rank of the
-    first stage gathers the whole model, `sent_bytes`, for the samplers."""
+    first stage gathers the whole model, `sent_bytes`, for the samplers, and the first one keeps `kept_bytes` of it."""
     layout = layout_of(train)
     held, new, trained = _all_parameters(model, train, layout, stage)
     each = _FLOAT32 if train.dtype == "float32" else 2
@@ -113,6 +114,7 @@ def rank_memory(
         activations=(_activations(model, train, layout, own_tokens, stage) + merged) * each,
         logits=last * 3 * min(train.head_chunk_mib * 2**20, own_tokens * columns * _FLOAT32),
         sending=sent_bytes if stage == 0 else 0,
+        sent_before=kept_bytes if stage == 0 else 0,
         on_the_host=(shared + experts) * (state + _FLOAT32) if train.optimizer_offload else 0,
     )
 
@@ -157,10 +159,11 @@ def _adapter_parameters(model: ModelConfig, layout: Layout, rank: int) -> int:
 
 
 def fullest_rank(
-    model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, sent_bytes: int = 0
+    model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, sent_bytes: int = 0, kept_bytes: int = 0
 ) -> tuple[int, RankMemory]:
     """The pipeline stage with the rank that needs most, and what it needs."""
-    stages = [rank_memory(model, train, ranks, tokens, stage, sent_bytes) for stage in range(train.pipeline_parallel)]
+    sent = sent_bytes, kept_bytes
+    stages = [rank_memory(model, train, ranks, tokens, stage, *sent) for stage in range(train.pipeline_parallel)]
     fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
     return fullest, stages[fullest]
 
@@ -176,13 +179,19 @@ def gathered_bytes(config: Config, model: ModelConfig) -> int:
     layout = layout_of(config.train)
     if layout.tensor * layout.pipeline * layout.expert == 1 and config.train.dtype == config.sample.dtype:
         return 0
-    alone = Layout(tensor=1, pipeline=1, virtual=1, context=1, expert=1)
-    return rank_parameters(model, alone, 0).all * (_FLOAT32 if config.sample.dtype == "float32" else 2)
+    return _version_bytes(config, model)
 
 
-def describe_memory(model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, sent_bytes: int = 0) -> str:
+def kept_bytes(config: Config, model: ModelConfig) -> int:
+    """Of the copy of what was sent to the samplers last; nothing where no deltas are sent."""
+    return _version_bytes(config, model) if _tells_deltas(config) else 0
+
+
+def describe_memory(
+    model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, sent_bytes: int = 0, kept_bytes: int = 0
+) -> str:
     """The estimate for the fullest rank in a line or two."""
-    stage, memory = fullest_rank(model, train, ranks, tokens, sent_bytes)
+    stage, memory = fullest_rank(model, train, ranks, tokens, sent_bytes, kept_bytes)
     of_stage = f" of stage {stage}" if train.pipeline_parallel > 1 else ""
     parts = ", ".join(f"{name.replace('_', ' ')} {size_in_words(size)}" for name, size in asdict(memory).items() if size)
     return (
@@ -193,18 +202,28 @@ def describe_memory(model: ModelConfig, train: TrainOptions, ranks: int, tokens:
 
 def describe_weights(model: ModelConfig, config: Config) -> str:
     """What a version of the weights takes on its way to the samplers, in memory and on disk, in a line or two."""
-    alone = Layout(tensor=1, pipeline=1, virtual=1, context=1, expert=1)
-    version = rank_parameters(model, alone, 0).all * (_FLOAT32 if config.sample.dtype == "float32" else 2)
+    version = _version_bytes(config, model)
     ranks = config.sample.tensor_parallel
     if config.weights.transport == "filesystem":
         staged, when = version // ranks, "while each version is written"
     else:
         staged, when = version, "while a sampler that came back is given its weights by another one"
+    more = "more at all times" if _tells_deltas(config) else "more while one arrives"
     return (
-        f"  a version of the weights has {size_in_words(version)}: a sampler's worker holds {size_in_words(staged)} more while "
-        f"one arrives; weights/ in the run\n    folder needs up to {size_in_words(2 * version)} of disk {when}, and whoever "
+        f"  a version of the weights has {size_in_words(version)}: a sampler's worker holds {size_in_words(staged)} {more}; "
+        f"weights/ in the run\n    folder needs up to {size_in_words(2 * version)} of disk {when}, and whoever "
         f"writes {size_in_words(min(version, _GIB))} of the host's memory"
     )
+
+
+def _tells_deltas(config: Config) -> bool:
+    return config.weights.delta and config.weights.transport != "filesystem"
+
+
+def _version_bytes(config: Config, model: ModelConfig) -> int:
+    """Of the whole model as the samplers have it."""
+    alone = Layout(tensor=1, pipeline=1, virtual=1, context=1, expert=1)
+    return rank_parameters(model, alone, 0).all * (_FLOAT32 if config.sample.dtype == "float32" else 2)
 
 
 def _activations(model: ModelConfig, train: TrainOptions, layout: Layout, tokens: int, stage: int) -> int:

@@ -68,7 +68,9 @@ weights/ (orchestrator and samplers), of a version that samplers serve; the trai
     gap_s                      longest time between two tokens of one sequence around the update
     receive_s                  longest time from the armed receiver, or from the order to read, to the verified version
     send_s, commit_s, update_s the trainer's sending or writing; pause and copy at all samplers; from the offer to the end
-    bytes                      bytes sent or written
+    bytes                      bytes sent, to all samplers at once, or written
+    changed_share              values that are others than in the version sent before: 0 to 1; where only those were sent
+                               (weights.delta)
     by_files                   1 where it went through files, else 0
     passed_over                versions before it that were never sent, since an update outlasted a step
 samplers/ (the orchestrator)
@@ -135,6 +137,8 @@ TRANSFER_S = "weights/transfer_s"
 PAUSE_S = "weights/pause_s"
 RECEIVE_S = "weights/receive_s"
 GAP_S = "weights/gap_s"
+SENT_BYTES = "weights/bytes"
+CHANGED_SHARE = "weights/changed_share"
 PASSED_OVER = "weights/passed_over"
 
 SERVING = "samplers/serving"

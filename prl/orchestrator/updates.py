@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prl.flow.versions import Version
+from prl.metrics import names
 from prl.orchestrator.replicas import Replica, ReplicaDesk
 from prl.orchestrator.sampler_calls import Refused, SamplerCalls
 from prl.runfolder.weights import MODULUS
@@ -51,6 +52,7 @@ class Update:
     sent_s: float = 0.0  # when
     send_s: float = 0.0
     sent_bytes: int = 0
+    changed_share: float | None = None  # of the values, where only those were sent
     failed: str = ""  # why not everyone has it or will get it: another group is needed
 
     @property
@@ -117,6 +119,7 @@ class WeightUpdater:
         self._connected_epoch = 0
         self._passed_over = 0  # versions since the last one that was committed
         self._update: Update | None = None
+        self._held: str | None = None  # the digest of what all of the connected group have committed last
         self._manned = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -140,7 +143,8 @@ class WeightUpdater:
     async def offer(self, body: Mapping[str, Any], *, newer_comes: bool = False) -> Mapping[str, Any]:
         """The trainer has a version: arm the receivers of the whole group. Answers once all are armed that are in it then; or
         that there is nobody to send to, after `group_s` and `update_s` at the latest. Where the update before has not ended,
-        and `newer_comes`, it is passed over: the next one takes its place."""
+        and `newer_comes`, it is passed over: the next one takes its place. `held` of the answer: the digest of the version that
+        the whole group holds already, null where some may not: only of that one a difference may be sent."""
         version = Version(int(body["lineage"]), int(body["step"]))
         if not await self._changed.until(lambda: self._manned, self._start_s):
             raise ValueError(f"version {version} waits for the samplers to start, for {self._start_s:.0f} s already")
@@ -159,11 +163,14 @@ class WeightUpdater:
                 update = Update(version, membership.epoch, group, time.monotonic(), by_files, body["tensors"])
                 self._update = update
                 self._changed.ring()  # whoever seeds a sampler gives that up
+                held = None if by_files or self._connected_epoch != update.epoch else self._held
+                self._held = None  # until this version is committed
                 armed = by_files or await self._arm(update, body)
                 if armed:
                     self._start(self._finish(update), f"commit {version}")
                     by = "filesystem" if by_files else "gather"
-                    return {"epoch": update.epoch, "world_size": _world_size(group), "send": True, "transport": by}
+                    place = {"epoch": update.epoch, "world_size": _world_size(group)}
+                    return {**place, "send": True, "transport": by, "held": held}
         except UpdateError as error:
             self._on_error(error)
             raise ValueError(str(error)) from error
@@ -187,6 +194,7 @@ class WeightUpdater:
         update = self._of(body)
         if update is not None:  # else it was given up just before
             update.send_s, update.sent_bytes = float(body["send_s"]), int(body["bytes"])
+            update.changed_share = body["changed_share"]
             update.digest, update.sent_s = str(body["digest"]), time.monotonic()
             self._changed.ring()
         return {}
@@ -361,6 +369,8 @@ class WeightUpdater:
         if not answers or update.digest is None:
             return  # all of them are gone
         self._desk.admitted(list(answers))
+        whole = len(answers) == len(update.replicas) and not update.by_files  # by files nobody gets all of it
+        self._held = update.digest if whole else None
         now = time.monotonic()
         values = {
             "weights/transfer_s": update.send_s + (update.receive_s if update.by_files else 0.0),
@@ -370,10 +380,12 @@ class WeightUpdater:
             "weights/send_s": update.send_s,
             "weights/commit_s": now - began,
             "weights/update_s": now - update.armed_s,
-            "weights/bytes": float(update.sent_bytes),
+            names.SENT_BYTES: float(update.sent_bytes),
             "weights/by_files": float(update.by_files),
             "weights/passed_over": float(self._passed_over),
         }
+        if update.changed_share is not None:
+            values[names.CHANGED_SHARE] = update.changed_share
         self._passed_over = 0
         self.current = Committed(update.version, update.digest, values, update.tensors)
         self._update = None

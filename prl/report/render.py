@@ -132,6 +132,9 @@ def _weights(s: Summary) -> Iterator[str]:
     for words, spread in spreads.items():
         if spread:
             yield f"{words:<11} " + _spread(spread)
+    if s.sent_bytes:
+        changed = f"; {_percent(s.changed_share.p50)} of the values had changed (p50)" if s.changed_share else ""
+        yield f"sent        p50 {_bytes(s.sent_bytes.p50)}, max {_bytes(s.sent_bytes.max)} a version{changed}"
     if s.passed_over:
         yield f"passed over {s.passed_over:,} of the versions for newer ones, as an update lasted longer than a step"
 

@@ -89,6 +89,8 @@ class Summary:
     pause_s: Spread | None
     receive_s: Spread | None
     gap_s: Spread | None
+    sent_bytes: Spread | None  # of a version
+    changed_share: Spread | None  # of the values, in versions of which only those were sent
     passed_over: int  # versions that were never sent, since an update outlasted a step
     samplers: Samplers | None  # None: none ever failed
     usage: Sequence[RoleUsage]
@@ -150,6 +152,8 @@ def summarize(record: RunRecord, now: float) -> Summary:
         pause_s=_spread(weights.column(names.PAUSE_S)),
         receive_s=_spread(weights.column(names.RECEIVE_S)),
         gap_s=_spread(weights.column(names.GAP_S)),
+        sent_bytes=_spread(weights.column(names.SENT_BYTES)),
+        changed_share=_spread(weights.column(names.CHANGED_SHARE)),
         passed_over=int(np.nansum(record.weights.column(names.PASSED_OVER))),
         samplers=_samplers(record),
         usage=_usage(record.usage),

@@ -32,7 +32,7 @@ from prl.weights.agreement import Facts, check_agreement, facts
 from prl.weights.folder import Slab, VersionReader, write_pieces
 from prl.weights.group import TransportError
 from prl.weights.plan import TensorSpec, from_json
-from prl.weights.transport import SamplerEnd, libraries
+from prl.weights.transport import SamplerEnd, Whole, libraries
 
 SHUTDOWN_S = 2.0  # that the transfer group has to end before the process does
 
@@ -90,6 +90,7 @@ class Staged:
     placements: list[Placement]
     digest: int
     share: bool  # the digest is of what this worker counts; those of all workers add up to the version's
+    whole: Whole | None = None  # with weights.delta: all of it, where it came over the group
 
 
 class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ignore[misc]
@@ -106,6 +107,9 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         self._child: Child = child_from_environment()
         self._link: Link | None = None
         self._staged: Staged | None = None
+        self._held: Whole | None = (
+            None  # with weights.delta: what the group brought last; the next version may be a delta to it
+        )
         self._staging = 0  # number of the newest thing to be staged; whatever else still arrives is nobody's
         self._live = LiveWeights("nothing was stored yet")
 
@@ -118,6 +122,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         if init_info.tensors is not None:
             self._place(from_json(init_info.tensors))
         self._begin_staging()
+        self._held = None
         if self._link is not None:
             self._link.leave()
         parallel = self.parallel_config
@@ -144,8 +149,10 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             raise ValueError(f"receive in epoch {update_info.epoch}, but this sampler {connected}")
         specs = from_json(update_info.tensors)
         placements = self._place(specs)
+        held = self._held
         staging = self._begin_staging()
-        link.do(lambda: self._receive(link, staging, update_info, specs, placements))
+        self._held = None  # used up by this version
+        link.do(lambda: self._receive(link, staging, update_info, specs, placements, held))
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
@@ -169,7 +176,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         staging = self._begin_staging()
         if not info.seed and self._link is not None:  # the whole group does without a transfer group now
             self._link.leave()
-            self._link = None
+            self._link = self._held = None
         _in_thread(lambda: self._load(staging, info, specs, placements), f"load version {info.lineage}:{info.step}")
 
     def store(self, info: StoreInfo) -> None:
@@ -185,7 +192,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
 
     def live_digest(self) -> int:
         """Recomputed from the live parameters: this worker's share of the version's digest. Raises ValueError where the
-        shards that another worker counts differ from what was staged. Frees what was staged."""
+        shards that another worker counts differ from what was staged. Frees what was staged, unless deltas need it."""
         assert self._staged is not None, "live digest before a version was staged"
         staged, self._staged = self._staged, None
         for placement, shard in zip(staged.placements, staged.shards, strict=True):
@@ -202,17 +209,25 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         return self._staging
 
     def _receive(
-        self, link: Link, staging: int, info: ReceiveInfo, specs: list[TensorSpec], placements: list[Placement]
+        self,
+        link: Link,
+        staging: int,
+        info: ReceiveInfo,
+        specs: list[TensorSpec],
+        placements: list[Placement],
+        held: Whole | None,
     ) -> None:
         """In the link's thread."""
+        options = self._child.config.weights
 
         def take() -> Staged:
             version = Version(info.lineage, info.step)
             if link.end is None:
                 raise TransportError(f"no group for version {version}: {link.no_group}")
-            tensors = link.end.receive(specs, info.bucket_bytes, self._child.config.weights.update_s)
+            tensors = link.end.receive(specs, info.bucket_bytes, options.update_s, deltas=options.delta, held=held)
             shards = [placement.shard(tensors[placement.spec.name]) for placement in placements]
-            return Staged(version, shards, placements, digest.digest(tensors), share=False)
+            whole = Whole(tensors, digest.digest(tensors))
+            return Staged(version, shards, placements, whole.digest, share=False, whole=whole if options.delta else None)
 
         failed = self._stage(staging, take, {"lineage": info.lineage, "step": info.step, "epoch": info.epoch, "seed": 0})
         if failed and link.end is not None:
@@ -252,6 +267,8 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             return ""  # another one comes, perhaps this one again
         if not failed:
             self._staged = staged
+            if staged.whole is not None:  # a seed goes past the group: what that holds stays
+                self._held = staged.whole
         self._tell("staged", report)
         return failed
 

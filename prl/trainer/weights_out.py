@@ -63,6 +63,7 @@ class WeightsOut:
         self._facts = self._own_facts()
         self._end = TrainerEnd(host, options, device.device()) if client is not None else None
         self._epoch = -1
+        self._anchor = 0  # the step of the version of which all values went out last
         self._shares_weights = shares_weights()
 
     def publish(self, step: int) -> dict[str, float]:
@@ -122,20 +123,26 @@ class WeightsOut:
     def _send(self, client: ThreadedClient, step: int, answer: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
         """To the group of the answer. False: that failed, and the group is left."""
         epoch = int(answer["epoch"])
+        anchor_due = step - self._anchor >= self._options.anchor_every_steps
+        held = None if anchor_due or answer["held"] is None else int(answer["held"])
         which = {"lineage": self._lineage, "step": step, "epoch": epoch}
         by_files = answer["transport"] == "filesystem"
         client.progress(f"{'writing' if by_files else 'sending'} version {step}")
         try:
-            report = (
-                self._write(step, tensors) if by_files else self._transfer(client, which, int(answer["world_size"]), tensors)
-            )
+            if by_files:
+                report = self._write(step, tensors)
+            else:
+                report = self._transfer(client, which, int(answer["world_size"]), tensors, held)
         except TransportError as error:
             self._epoch = -1
             failure = {**which, "error": str(error), "missing": error.missing}
             words = f"reporting that version {step} was not sent"
             client.call("version_unsent", failure, deadline_s=self._options.update_s, reason=words)
             return False
-        sent = {**which, "digest": str(report.digest), "send_s": report.send_s, "bytes": report.bytes}
+        if report.changed_share is None:
+            self._anchor = step
+        took = {"send_s": report.send_s, "bytes": report.bytes, "changed_share": report.changed_share}
+        sent = {**which, "digest": str(report.digest), **took}
         client.call("version_sent", sent, deadline_s=self._options.update_s, reason=f"reporting version {step} as sent")
         return True
 
@@ -147,14 +154,19 @@ class WeightsOut:
         return SendReport(stored.bytes, time.monotonic() - started, stored.digest)
 
     def _transfer(
-        self, client: ThreadedClient, which: Mapping[str, Any], world_size: int, tensors: Mapping[str, torch.Tensor]
+        self,
+        client: ThreadedClient,
+        which: Mapping[str, Any],
+        world_size: int,
+        tensors: Mapping[str, torch.Tensor],
+        held: int | None,
     ) -> SendReport:
         assert self._end is not None
         with _watched(client, which, self._end):
             if which["epoch"] != self._epoch:
                 self._end.join(which["epoch"], world_size)
                 self._epoch = which["epoch"]
-            return self._end.send(tensors)
+            return self._end.send(tensors, held)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ All of it is torch on the tensors' own device, and little-endian. Besides the bo
 item that differs; applying 3 an item of a bitmap (11 on a GPU) and 17 an item that a sparse body names.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -85,6 +86,37 @@ class Header:
 class Message:
     header: Header
     body: Tensor  # uint8, 1-D
+
+
+class Outgoing:
+    """A version that a sender tells a bucket after the other, in the same order each time, and keeps."""
+
+    def __init__(self, before: Sequence[Tensor] | None, base: int = 0) -> None:
+        """`before`: the buckets of the version that is known by `base`, as its own Outgoing kept them; they are used up. None:
+        all is sent."""
+        self.buckets: list[Tensor] = []  # copies of what has been told
+        self._before = before
+        self._base = base
+        self._changed = self._items = 0
+
+    @property
+    def changed_share(self) -> float | None:
+        """Of all items so far; None where all was sent."""
+        return self._changed / self._items if self._before is not None and self._items else None
+
+    def message(self, packed: Tensor, item_bytes: int) -> Message:
+        """Of the next bucket: its bytes, which may change again only when the message is sent."""
+        items = items_of(packed, item_bytes)
+        if self._before is None:
+            message, copy = dense(items), packed.clone()
+        else:
+            previous = self._before[len(self.buckets)]
+            message = encode(items_of(previous, item_bytes), items, self._base)
+            copy = previous.copy_(packed)
+        self.buckets.append(copy)
+        self._changed += message.header.count
+        self._items += message.header.length
+        return message
 
 
 def encode(previous: Tensor, current: Tensor, base: int = 0) -> Message:
@@ -194,6 +226,11 @@ def _block_counts(changed: Tensor) -> Tensor:
     sums = changed.view(torch.int64).view(changed.numel() // BLOCK, BLOCK // 8).sum(1)
     lanes = (sums & _PAIRS) + ((sums >> 8) & _PAIRS)
     return ((lanes * _QUARTERS) >> 48) & 0xFFFF
+
+
+def items_of(packed: Tensor, item_bytes: int) -> Tensor:
+    """Bytes as items; they must begin at a multiple of these."""
+    return packed.view(_BITS[item_bytes])
 
 
 def _items(tensor: Tensor) -> Tensor:

@@ -18,6 +18,17 @@ class WeightsOptions:
     update_s: Annotated[
         float, "deadline of each part of an update (offer, staging at all replicas, commit), in seconds", Above(0)
     ] = 120.0
+    delta: Annotated[
+        bool,
+        "with gather: send only the values that changed since the version before. Costs the size of the whole model in "
+        "sample.dtype, on the accelerator where there is one: on the first trainer rank, which keeps a copy of what it sent, "
+        "and on every worker of the samplers, which keeps what it received at all times instead of during transfers alone",
+    ] = False
+    anchor_every_steps: Annotated[
+        int,
+        "with weights.delta: send all values again so many steps after they were last sent",
+        AtLeast(1),
+    ] = 100
     clear_cache: Annotated[bool, "recompute the KV cache of requests in flight at each new version instead of keeping it"] = (
         False
     )

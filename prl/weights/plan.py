@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 ITEM_BYTES = {
@@ -86,6 +86,13 @@ def pack(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
     if pieces:
         buckets.append(Bucket(tuple(pieces), used))
     return buckets
+
+
+def item_bytes(specs: Sequence[TensorSpec], bucket: Bucket) -> int:
+    """The largest items, of 1, 2, 4 or 8 bytes, that a bucket is made of throughout: those of its tensors, where all have the
+    same ones and lie and end on multiples of them."""
+    sizes = [ITEM_BYTES[specs[piece.tensor].dtype] for piece in bucket.pieces]
+    return gcd(bucket.bytes, *sizes, *(piece.at for piece in bucket.pieces))
 
 
 def to_json(specs: Iterable[TensorSpec]) -> list[list[Any]]:

@@ -10,16 +10,35 @@ from typing import Any
 import torch
 
 from prl.weights import group as groups
+from prl.weights.delta import HEADER_BYTES, Form, Message, Outgoing, apply, items_of, read_header
 from prl.weights.digest import digest
 from prl.weights.group import Group, Left, Meeting, StoreHost, TransportError
 from prl.weights.options import WeightsOptions
-from prl.weights.plan import Bucket, TensorSpec, pack
+from prl.weights.plan import Bucket, TensorSpec, item_bytes, pack
 
 
 @dataclass(frozen=True)
 class SendReport:
-    bytes: int
+    bytes: int  # on the wire, or in files
     send_s: float  # without the digest
+    digest: int
+    changed_share: float | None = None  # of all values; None where all were sent, whether they had changed or not
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A version that a worker holds, as full tensors by name."""
+
+    tensors: Mapping[str, torch.Tensor]
+    digest: int
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """The version that was sent last."""
+
+    specs: list[TensorSpec]
+    buckets: list[torch.Tensor]
     digest: int
 
 
@@ -47,6 +66,7 @@ class TrainerEnd:
         self._member: _Member | None = None
         self._epoch = -1
         self._left = threading.Event()
+        self._sent: _Sent | None = None  # with `delta`, in the group that there is
 
     def join(self, epoch: int, world_size: int) -> None:
         """Build the group of this epoch of 1 + samplers' workers; blocks until all are there or `group_s` is over
@@ -61,8 +81,9 @@ class TrainerEnd:
         if epoch == self._epoch:
             self._left.set()
 
-    def send(self, tensors: Mapping[str, torch.Tensor]) -> SendReport:
-        """Send full tensors, in their order, to every worker; blocks until all have them or `update_s` is over."""
+    def send(self, tensors: Mapping[str, torch.Tensor], held: int | None = None) -> SendReport:
+        """Send full tensors, in their order, to every worker; blocks until all have them or `update_s` is over. With `delta`
+        only what differs from the version before goes, where `held` is the digest of that one: what all workers hold."""
         if self._member is None:
             raise TransportError("no transfer group: join an epoch before sending")
         started = time.monotonic()
@@ -71,21 +92,35 @@ class TrainerEnd:
         raw = [tensor.reshape(-1).view(torch.uint8) for tensor in whole.values()]
         buckets = pack(specs, self._options.bucket_mib * 2**20)
         buffer = torch.empty(max((b.bytes for b in buckets), default=0), dtype=torch.uint8, device=self._device)
+        last, self._sent = self._sent, None  # until all is sent, nobody knows what the workers hold
+        if last is not None and (last.digest, last.specs) != (held, specs):
+            last = None
+        outgoing = Outgoing(None) if last is None else Outgoing(last.buckets, last.digest)
+        sent_bytes = 0
         for number, bucket in enumerate(buckets):
-            for piece in bucket.pieces:
-                buffer[piece.at : piece.at + piece.end - piece.start].copy_(raw[piece.tensor][piece.start : piece.end])
-            self._broadcast(buffer, bucket, f"bucket {number + 1} of {len(buckets)}", started + self._options.update_s)
-        return SendReport(sum(b.bytes for b in buckets), time.monotonic() - started, digest(whole))
+            packed = buffer[: bucket.bytes]
+            _gather(raw, bucket, packed)
+            parts = [packed]
+            if self._options.delta:
+                message = outgoing.message(packed, item_bytes(specs, bucket))
+                parts = [message.header.to_tensor(self._device), *([message.body] if message.header.body_bytes else [])]
+            for part in parts:
+                self._broadcast(part, f"bucket {number + 1} of {len(buckets)}", started + self._options.update_s)
+                sent_bytes += part.numel()
+        report = SendReport(sent_bytes, time.monotonic() - started, digest(whole), outgoing.changed_share)
+        if self._options.delta:
+            self._sent = _Sent(specs, outgoing.buckets, report.digest)
+        return report
 
     def close(self) -> None:
         if self._member is not None:
             self._member.close()
-            self._member = None
+            self._member = self._sent = None
 
-    def _broadcast(self, buffer: torch.Tensor, bucket: Bucket, what: str, end: float) -> None:
+    def _broadcast(self, buffer: torch.Tensor, what: str, end: float) -> None:
         assert self._member is not None
         try:
-            self._member.broadcast(buffer[: bucket.bytes], f"{what} to be taken by the samplers", end)
+            self._member.broadcast(buffer, f"{what} to be taken by the samplers", end)
         except TransportError:
             self.close()  # what a peer got is unknown now
             raise
@@ -115,19 +150,46 @@ class SamplerEnd:
         self._member = _Member(*place, timeout_s, self._device, left or threading.Event())
 
     def receive(
-        self, specs: Sequence[TensorSpec], bucket_bytes: int, deadline_s: float | None = None
+        self,
+        specs: Sequence[TensorSpec],
+        bucket_bytes: int,
+        deadline_s: float | None = None,
+        *,
+        deltas: bool = False,
+        held: Whole | None = None,
     ) -> dict[str, torch.Tensor]:
         """The next version, as full tensors by name. `deadline_s` (default: the constructor's `timeout_s`) covers all of
-        it, with the wait for the sender to begin."""
+        it, with the wait for the sender to begin. `deltas`: the sender's option `delta`. With it the tensors of `held` are
+        used up: they become the new version, or something between the two where this raises, which it does with a DeltaError
+        where the new version is told by its difference to another one."""
         end = time.monotonic() + (self._timeout_s if deadline_s is None else deadline_s)
-        tensors = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=self._device) for s in specs}
+        if held is not None and [spec_of(name, tensor) for name, tensor in held.tensors.items()] != list(specs):
+            held = None
+        if held is None:
+            tensors = {s.name: torch.empty(s.shape, dtype=getattr(torch, s.dtype), device=self._device) for s in specs}
+        else:
+            tensors = dict(held.tensors)
         raw = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]
         buckets = pack(specs, bucket_bytes)
-        buffer = torch.empty(max((b.bytes for b in buckets), default=0), dtype=torch.uint8, device=self._device)
+        largest = max((b.bytes for b in buckets), default=0)
+        buffer = torch.empty(largest, dtype=torch.uint8, device=self._device)
+        fields, state = (torch.empty(n * deltas, dtype=torch.uint8, device=self._device) for n in (HEADER_BYTES, largest))
         for number, bucket in enumerate(buckets):
-            self._member.broadcast(buffer[: bucket.bytes], f"bucket {number + 1} of {len(buckets)} from the trainer", end)
-            for piece in bucket.pieces:
-                raw[piece.tensor][piece.start : piece.end].copy_(buffer[piece.at : piece.at + piece.end - piece.start])
+            what, header = f"bucket {number + 1} of {len(buckets)} from the trainer", None
+            if deltas:
+                self._member.broadcast(fields, what, end)
+                size = item_bytes(specs, bucket)
+                header = read_header(fields, size, bucket.bytes // size, None if held is None else held.digest)
+            body = buffer[: bucket.bytes if header is None else header.body_bytes]
+            if body.numel():
+                self._member.broadcast(body, what, end)
+            if header is None or header.form is Form.DENSE:
+                _scatter(body, bucket, raw)
+            elif header.form is not Form.EMPTY:
+                packed = state[: bucket.bytes]
+                _gather(raw, bucket, packed)
+                apply(items_of(packed, header.item_bytes), Message(header, body))
+                _scatter(packed, bucket, raw)
         return tensors
 
     def close(self) -> None:
@@ -168,3 +230,15 @@ class _Member:
         if self._group is not None:
             group, self._group = self._group, None
             groups.close([group])
+
+
+def _gather(raw: Sequence[torch.Tensor], bucket: Bucket, packed: torch.Tensor) -> None:
+    """From the tensors' bytes into a bucket's."""
+    for piece in bucket.pieces:
+        packed[piece.at : piece.at + piece.end - piece.start].copy_(raw[piece.tensor][piece.start : piece.end])
+
+
+def _scatter(packed: torch.Tensor, bucket: Bucket, raw: Sequence[torch.Tensor]) -> None:
+    """From a bucket's bytes into the tensors'."""
+    for piece in bucket.pieces:
+        raw[piece.tensor][piece.start : piece.end].copy_(packed[piece.at : piece.at + piece.end - piece.start])

@@ -12,6 +12,7 @@ from prl.config.memory import (
     describe_weights,
     fullest_rank,
     gathered_bytes,
+    kept_bytes,
     rank_memory,
     rank_parameters,
     saved_bytes,
@@ -254,6 +255,21 @@ def test_the_first_of_the_ranks_that_hold_the_same_copies_it_for_a_checkpoint():
     assert found == [14 * held.all, *[14 * held.experts] * 3, 0, 0, 0, 0]
 
 
+def test_the_version_that_deltas_are_taken_from_is_kept_on_the_first_rank_at_all_times():
+    count = 7_615_616_512
+    options = train(dtype="bfloat16", pipeline_parallel=2)
+    config = Config(train=options, sample=SampleOptions(dtype="bfloat16"))
+    assert kept_bytes(config, QWEN_7B) == 0
+    kept = kept_bytes(replace(config, weights=WeightsOptions(delta=True)), QWEN_7B)
+    assert kept == 2 * count
+    by_files = WeightsOptions(delta=True, transport="filesystem")  # which hold whole versions
+    assert kept_bytes(replace(config, weights=by_files), QWEN_7B) == 0
+    for stage, more in ((0, kept), (1, 0)):
+        without = rank_memory(QWEN_7B, options, 2, 1024, stage)
+        assert rank_memory(QWEN_7B, options, 2, 1024, stage, 0, kept).total == without.total + more
+    assert "sent before 14.2 GiB" in describe_memory(QWEN_7B, options, 2, 1024, kept_bytes=kept)
+
+
 def test_the_estimate_in_words():
     words = describe_memory(QWEN_7B, train(dtype="bfloat16", pipeline_parallel=2), 2, 4096)
     assert "a trainer rank of stage " in words
@@ -264,13 +280,15 @@ def test_the_estimate_in_words():
 def test_what_a_version_on_its_way_needs_in_words():
     """Of Qwen2.5-7B in bfloat16, 14.2 GiB."""
 
-    def words(transport, tensor_parallel):
-        weights = WeightsOptions(transport=transport)
+    def words(transport, tensor_parallel, delta=False):
+        weights = WeightsOptions(transport=transport, delta=delta)
         return describe_weights(QWEN_7B, Config(weights=weights, sample=SampleOptions(tensor_parallel=tensor_parallel)))
 
     gathered = words("gather", 4)
     assert "a version of the weights has 14.2 GiB: a sampler's worker holds 14.2 GiB more while one arrives" in gathered
     assert "up to 28.4 GiB of disk while a sampler that came back" in gathered
+    assert "a sampler's worker holds 14.2 GiB more at all times" in words("gather", 4, delta=True)
     by_files = words("filesystem", 4)
-    assert "a sampler's worker holds 3.5 GiB more" in by_files
+    assert "a sampler's worker holds 3.5 GiB more while one arrives" in by_files
+    assert words("filesystem", 4, delta=True) == by_files
     assert "up to 28.4 GiB of disk while each version is written, and whoever writes 1.0 GiB of the host's memory" in by_files

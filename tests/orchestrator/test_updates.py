@@ -118,8 +118,9 @@ class Rig:
                 where = {"replica": replica, "worker": worker}
                 await self.updater.staged({**self.which(step), **where, "digest": digest, "receive_s": 0.1 * (worker + 1)})
 
-    async def sent(self, digest="7", step=4):
-        await self.updater.sent({**self.which(step), "digest": digest, "send_s": 0.3, "bytes": 8})
+    async def sent(self, digest="7", step=4, changed_share=None):
+        said = {"digest": digest, "send_s": 0.3, "bytes": 8, "changed_share": changed_share}
+        await self.updater.sent({**self.which(step), **said})
 
     async def settled(self):
         """The update has ended."""
@@ -137,6 +138,7 @@ class Rig:
         assert self.errors == []
         assert self.committed[-1].version == Version(0, step)
         assert self.membership.serving == replicas
+        return answer
 
 
 def run(scenario, **options):
@@ -151,11 +153,12 @@ def test_a_version_is_armed_verified_and_committed_on_all_samplers():
     async def scenario(rig):
         answer = await rig.offer()
         assert answer == {
-            "epoch": 3,
+            "epoch": 3,  # three have come, one after another
             "world_size": 5,
             "send": True,
             "transport": "gather",
-        }  # three have come, one after another
+            "held": None,
+        }
         offsets = [sampler.calls[0][1]["rank_offset"] for sampler in rig.samplers]
         assert offsets == [1, 2, 4]  # rank 0 is the trainer, the second sampler has two workers
         assert all(MEETING.items() <= sampler.calls[0][1].items() for sampler in rig.samplers)
@@ -260,6 +263,41 @@ def test_a_sampler_that_falls_silent_while_the_trainer_sends_is_fenced_and_its_p
         assert await orders == {"end": [(1, 0)], "stop": False}
         assert not elsewhere.done()  # it is no process of that node
         elsewhere.cancel()
+
+    run(scenario)
+
+
+def test_a_difference_is_asked_for_only_of_what_all_have_committed():
+    async def scenario(rig):
+        async def update(digest, *replicas, step, changed_share=None):
+            """The `held` of the offer's answer."""
+            held = (await rig.offer(step))["held"]
+            await rig.stage(*replicas, step=step, digest=digest)
+            await rig.sent(digest, step, changed_share)
+            await rig.settled()
+            return held
+
+        assert await update("7", 0, 1, 2, step=1) is None
+        assert "weights/changed_share" not in rig.committed[-1].values
+        assert await update("8", 0, 1, 2, step=2, changed_share=0.25) == "7"
+        assert rig.committed[-1].values["weights/changed_share"] == 0.25
+        assert rig.committed[-1].values["weights/bytes"] == 8
+        rig.samplers[1].does = {"commit": REFUSES}
+        assert await update("9", 0, 1, 2, step=3) == "8"
+        rig.samplers[1].does = {}
+        assert rig.membership.serving == (0, 2)  # the other one has it staged, and its live weights are not known
+        assert await update("10", 0, 1, 2, step=4) is None
+        assert await update("11", 0, 1, 2, step=5) == "10"
+        assert (await rig.offer(6))["held"] == "11"
+        await rig.updater.unsent({**rig.which(6), "error": "a deadline passed", "missing": []})  # it reached some, perhaps
+        await rig.settled()
+        assert await update("12", 0, 1, 2, step=6) is None
+        rig.desk.died(1, "sampler 1 was ended by SIGKILL")
+        assert await update("13", 0, 2, step=7) is None
+        rig.join(1)  # a newcomer
+        assert await update("14", 0, 1, 2, step=8) is None
+        assert await update("14", 0, 1, 2, step=8) == "14"
+        assert rig.errors == []
 
     run(scenario)
 
@@ -428,7 +466,7 @@ async def share(rig, replica, digests, step=4):
 def test_by_files_samplers_read_what_the_trainer_has_written_and_their_shares_add_up():
     async def scenario(rig):
         answer = await rig.offer()
-        assert answer == {"epoch": 3, "world_size": 5, "send": True, "transport": "filesystem"}
+        assert answer == {"epoch": 3, "world_size": 5, "send": True, "transport": "filesystem", "held": None}
         assert all(sampler.calls == [] for sampler in rig.samplers)  # there is nothing to read yet
         await rig.sent()
         load = await rig.samplers[1].asked("load")
@@ -440,6 +478,7 @@ def test_by_files_samplers_read_what_the_trainer_has_written_and_their_shares_ad
         assert rig.membership.serving == (0, 1, 2)
         assert rig.committed[0].values["weights/by_files"] == 1
         assert rig.samplers[0].verbs() == ["load", "commit"]
+        assert (await rig.offer(5))["held"] is None  # each of their workers has a part of it alone
 
     run(scenario, options=FILES)
 
@@ -500,14 +539,17 @@ def test_what_nobody_can_read_is_written_again_and_the_third_time_ends_the_run()
 
 def test_a_group_that_breaks_twice_is_done_without_until_somebody_comes_or_goes():
     async def scenario(rig):
+        await rig.update(0, 1, 2, step=3)
         for epoch in (3, 4):
-            assert (await rig.offer())["transport"] == "gather"
+            answer = await rig.offer()
+            assert (answer["transport"], answer["held"]) == ("gather", "7" if epoch == 3 else None)
             assert rig.epoch == epoch
             await rig.updater.unsent({**rig.which(4), "error": "no route to host", "missing": []})
             await rig.settled()
         assert any("go through files" in words and "no route to host" in words for words in rig.words)
         for step in (4, 5):
-            assert (await rig.offer(step))["transport"] == "filesystem"
+            answer = await rig.offer(step)
+            assert (answer["transport"], answer["held"]) == ("filesystem", None)
             await rig.sent(step=step)
             await rig.samplers[1].asked("load")
             for replica, digests in enumerate([[7], [3, 4], [7]]):
@@ -515,8 +557,9 @@ def test_a_group_that_breaks_twice_is_done_without_until_somebody_comes_or_goes(
             await rig.settled()
             assert rig.committed[-1].version == Version(0, step)
         rig.desk.died(1, "sampler 1 was ended by SIGKILL")
-        await rig.update(0, 2, step=6)
+        assert (await rig.update(0, 2, step=6))["held"] is None  # what came by files is no base
         assert rig.samplers[0].verbs()[-3:] == ["connect", "receive", "commit"]
+        assert (await rig.update(0, 2, step=7))["held"] == "7"
         assert rig.committed[-1].values["weights/by_files"] == 0
 
     run(scenario)

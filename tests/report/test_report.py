@@ -49,6 +49,9 @@ def write_step(writer, step, *, time, wait_s=1.0, lag=0, reward=None):
     }
     writer.write(values, step=step, kind="step", time=time)
     weights = {"pause_s": step / 500, "receive_s": 0.2, "transfer_s": step / 10, "passed_over": float(step == 3)}
+    weights["bytes"] = 1e6 * step
+    if step > 1:  # the first version is sent in full
+        weights["changed_share"] = step / 100
     values = {f"weights/{name}": value for name, value in weights.items()}
     writer.write(values, step=step, kind="weights", time=time)
 
@@ -101,6 +104,7 @@ def test_a_finished_run(tmp_path):
     assert "stall       p50 500.0 ms" in text
     assert "transfer    p50 250.0 ms" in text
     assert "passed over 1 of the versions for newer ones" in text
+    assert "sent        p50 2.5 MB, max 4.0 MB a version; 3 % of the values had changed (p50)" in text
     assert str(run.path.resolve()) in text
     assert json.loads(json.dumps(as_json(summary), allow_nan=False))["lag_mean"] == 0.5
 

@@ -1,15 +1,16 @@
 """The sampler that all tests of this folder ask."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-from lab import Lab, sampler
+from lab import WEIGHTS, Lab, sampler
 
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """One sampler for all tests."""
-    with sampler(tmp_path_factory.mktemp("sampler")) as made:
+    """One sampler for all tests; it takes deltas, too."""
+    with sampler(tmp_path_factory.mktemp("sampler"), weights=replace(WEIGHTS, delta=True)) as made:
         made.before = [
             made.generate([1], max_tokens=1).result(30),
             made.request("GET", "/prl/state"),

@@ -1,5 +1,5 @@
-"""Faults that cannot be had otherwise: a live parameter that changes between the copy and its verification, and errors of the
-transfer group that nobody thought of."""
+"""Faults that cannot be had otherwise: a live parameter that changes between the copy and its verification, a worker that lost
+what its trainer thinks it holds, and errors of the transfer group that nobody thought of."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -42,10 +42,14 @@ class FaultyExtension(WorkerExtension):
     def _parameter(self, name: str) -> torch.nn.Parameter:
         return dict(self.weight_transfer_engine.model.named_parameters())[name]
 
+    def forget_version(self) -> None:
+        """Hold nothing that a delta could be applied to."""
+        self.weight_transfer_engine._held = None
+
     def break_group(self, method: str) -> None:
         """Let a method of the present transfer group (close, receive) fail with an error that is none of the transport's."""
 
-        def fail(*_: Any) -> NoReturn:
+        def fail(*_: Any, **__: Any) -> NoReturn:
             raise KeyError(f"{method} is broken")
 
         setattr(self.weight_transfer_engine._link.end, method, fail)

@@ -226,11 +226,11 @@ class Lab:
         body = {"lineage": 0, "step": self.step, "epoch": self.epoch, "tensors": to_json(specs), "bucket_bytes": 2**20}
         return self.request("POST", "/prl/weights/receive", body)
 
-    def send(self, weights: Weights) -> tuple[SendReport, Mapping[str, Any]]:
-        """Offer, send, and wait for every worker's report; the last one is returned."""
+    def send(self, weights: Weights, held: int | None = None) -> tuple[SendReport, Mapping[str, Any]]:
+        """Offer, send, and wait for every worker's report; the last one is returned. `held`: send what differs from that."""
         reply = self.offer(weights)
         assert reply.status == 200, reply
-        report = self.trainer.send(weights)
+        report = self.trainer.send(weights, held)
         staged = [self.staged.get(timeout=30) for _ in range(self.joined["workers"])]
         assert {one["worker"] for one in staged} == set(range(self.joined["workers"]))
         return report, staged[-1]
@@ -333,6 +333,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+WEIGHTS = WeightsOptions(bucket_mib=1, group_s=30.0, update_s=30.0)
 OPTIONS = SampleOptions(
     dtype="float32",
     max_model_len=1024,
@@ -346,13 +347,14 @@ OPTIONS = SampleOptions(
 
 
 @contextmanager
-def sampler(folder: Path, options: SampleOptions = OPTIONS, model: PreTrainedModel | None = None) -> Iterator[Lab]:
+def sampler(
+    folder: Path, options: SampleOptions = OPTIONS, model: PreTrainedModel | None = None, weights: WeightsOptions = WEIGHTS
+) -> Iterator[Lab]:
     """A sampler (of `tiny_model`s, unless one is given) that has joined; it is told to end afterwards, and must then end by
     itself and have reported no failure, unless a test ended it before."""
     run = RunFolder(folder / "run")
     run.create()
     save(model or tiny_model(0), run.model)
-    weights = WeightsOptions(bucket_mib=1, group_s=30.0, update_s=30.0)
     run.config.write_text(dump(Config(sample=options, weights=weights)))
     token = create_token(run.token)
     staged: queue.Queue[Mapping[str, Any]] = queue.Queue()

@@ -1,5 +1,6 @@
 """What a real sampler does, from its first version to its last; each test leaves it open."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from transformers import DynamicCache, Qwen2ForCausalLM
 
 from prl.runfolder.weights import folder_of
 from prl.weights.digest import digest
+from prl.weights.group import TransportError
 from prl.weights.plan import TensorSpec, to_json
 from prl.weights.transport import spec_of
 
@@ -427,6 +429,52 @@ def test_a_transfer_that_breaks_off_is_reported_and_a_new_epoch_mends_it(lab, mo
     assert lab.generate(PROMPT, max_tokens=3).result(30).status == 200
     lab.connect()
     lab.update(weights_of(models[1]))
+
+
+def nudged(weights: Weights, seed: int) -> Weights:
+    """Every fiftieth value is another."""
+    result = {}
+    for name, tensor in weights.items():
+        flat = tensor.detach().clone().reshape(-1)
+        flat[seed::50] *= 1.25
+        result[name] = flat.reshape(tensor.shape)
+    return result
+
+
+def test_versions_that_come_as_deltas_are_what_the_trainer_has(lab, models):
+    """One after the other, each verified by the digest of the live parameters; also where the one before was not committed."""
+    weights = weights_of(models[0])
+    lab.update(weights)
+    whole, held = sum(4 * tensor.numel() for tensor in weights.values()), digest(weights)
+    for seed, commits in ((1, True), (2, False), (3, True), (3, True)):
+        weights = nudged(weights, seed)
+        report, staged = lab.send(weights, held)
+        held = digest(weights)
+        assert staged["digest"] == str(report.digest) == str(held)
+        assert report.bytes < 0.05 * whole
+        assert 0.01 < report.changed_share < 0.03
+        if commits:
+            assert lab.commit(held).status == 200
+    lab.take(lab.store(weights), weights)  # a seed leaves what the group has brought
+    report, _ = lab.send(nudged(weights, 4), held)
+    assert 0.01 < report.changed_share < 0.03
+    assert lab.commit(report.digest).status == 200
+    reply = lab.generate(PROMPT, max_tokens=3).result(30)
+    assert reply.body["choices"][0]["weight_versions"][0]["version"] == f"0:{lab.step}"
+
+
+def test_a_delta_to_what_a_worker_does_not_hold_is_refused_and_a_new_epoch_mends_it(lab, models):
+    weights = weights_of(models[0])
+    lab.update(weights)
+    assert lab.request("POST", "/collective_rpc", {"method": "forget_version"}).status == 200
+    assert lab.offer(weights).status == 200
+    with contextlib.suppress(TransportError):  # it may be on its way before the sampler leaves
+        lab.trainer.send(nudged(weights, 1), digest(weights))
+    report = lab.staged.get(timeout=30)
+    assert report["step"] == lab.step
+    assert f"a delta to the weights with digest {digest(weights)}, but nothing to apply it to is held" in report["error"]
+    lab.connect()
+    lab.update(nudged(weights, 1))
 
 
 def test_an_error_that_is_none_of_the_transports_is_reported_too(lab, models):

@@ -32,8 +32,9 @@ from prl.streams.steps import write_step
 from prl.trainer.options import TrainOptions
 from prl.weights.digest import digest
 from prl.weights.folder import Slab, VersionReader
+from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, from_json
-from prl.weights.transport import SamplerEnd
+from prl.weights.transport import SamplerEnd, Whole
 
 RANKS = 2
 TRAIN = TrainOptions(
@@ -63,6 +64,7 @@ class Run:
     save_after: int = 2
     versions: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # what the sampler got, by lineage:step
     digests: dict[str, str] = field(default_factory=dict)  # what the trainer said it sent
+    shares: dict[str, float | None] = field(default_factory=dict)  # of values that had changed, as the trainer said it
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     data: dict[int, dict[str, float]] = field(default_factory=dict)
     checkpoints: list[int] = field(default_factory=list)
@@ -93,6 +95,7 @@ def new_run(path: Path, model_folders: Path, train: TrainOptions, name: str = "o
         train=train,
         sample=SampleOptions(dtype="float32"),
         control=ControlOptions(wait_s=60.0, start_s=60.0, heartbeat_s=0.2),
+        weights=WeightsOptions(delta=True, anchor_every_steps=2),
     )
     folder.config.write_text(dump(config))
     create_token(folder.token)
@@ -125,24 +128,27 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
             return {"epoch": 0, "world_size": 1, "send": False}
 
         if run.offered[-1] == run.breaks and not run.unsent:
-            return {"epoch": 2, "world_size": 3, "send": True, "transport": "gather"}
+            return {"epoch": 2, "world_size": 3, "send": True, "transport": "gather", "held": None}
         if run.offered[-1] == run.by_files:
             specs.extend(from_json(body["tensors"]))
-            return {"epoch": 3, "world_size": 2, "send": True, "transport": "filesystem"}
+            return {"epoch": 3, "world_size": 2, "send": True, "transport": "filesystem", "held": None}
         epoch = 3 if run.unsent else 1
+        newest = list(run.versions)[-1:]
+        held = [Whole({name: tensor.clone() for name, tensor in run.versions[k].items()}, int(run.digests[k])) for k in newest]
 
         def receive():
             if epoch not in sampler:
                 sampler[epoch] = SamplerEnd(body["master_address"], body["master_port"], 1, 2, epoch, 60.0)
             specs = from_json(body["tensors"])
             assert sum(spec.bytes for spec in specs) == body["bytes"]
-            return sampler[epoch].receive(specs, 256 * 2**20)
+            return sampler[epoch].receive(specs, 256 * 2**20, deltas=True, held=held[0] if held else None)
 
         async def keep():
             run.versions[f"{body['lineage']}:{body['step']}"] = await asyncio.to_thread(receive)
 
         tasks.append(asyncio.create_task(keep()))
-        return {"epoch": epoch, "world_size": 2, "send": True, "transport": "gather"}
+        base = str(held[0].digest) if held else None
+        return {"epoch": epoch, "world_size": 2, "send": True, "transport": "gather", "held": base}
 
     async def sending(member, body):
         return {"broken": "sampler 1 left the group" if body["epoch"] == 2 else ""}
@@ -158,6 +164,7 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
             reader = VersionReader(run.folder.weights, Version.parse(label), specs, 0.0)
             run.versions[label] = {spec.name: reader.read(Slab.whole(spec), verify=True) for spec in specs}
         run.digests[label] = body["digest"]
+        run.shares[label] = body["changed_share"]
         return {}
 
     async def next_step(member, body):
@@ -236,6 +243,8 @@ def test_a_run_from_its_start_to_its_export(run, results):
     for label, tensors in run.versions.items():
         assert str(digest(tensors)) == run.digests[label]
     assert len(set(run.digests.values())) == 4
+    assert [label for label, share in run.shares.items() if share is None] == ["0:0", "0:2"]  # all values every two steps
+    assert 0 < run.shares["0:1"] <= 1
 
     expected = results[RANKS, "step_reference"]  # the same steps without the loop around them
     for step in (1, 2, 3):

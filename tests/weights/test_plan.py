@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prl.weights.plan import Bucket, Piece, TensorSpec, from_json, pack, to_json
+from prl.weights.plan import Bucket, Piece, TensorSpec, from_json, item_bytes, pack, to_json
 
 SPECS = st.lists(
     st.tuples(st.sampled_from(["float32", "bfloat16", "int8"]), st.lists(st.integers(0, 9), max_size=3)), max_size=12
@@ -32,6 +32,14 @@ def test_every_byte_is_packed_once_in_order(specs, bucket_bytes):
         ends = [p.at + p.end - p.start for p in bucket.pieces]
         assert [p.at for p in bucket.pieces] == [0, *ends[:-1]]
         assert ends[-1] == bucket.bytes <= bucket_bytes
+
+
+def test_items_of_a_bucket():
+    specs = [TensorSpec("a", "float32", (4,)), TensorSpec("b", "bfloat16", (5,)), TensorSpec("c", "int8", (8,))]
+    buckets = pack(specs, 8)  # a, a, four of b, the last of b with six of c, two of c
+    assert [item_bytes(specs, bucket) for bucket in buckets] == [4, 4, 2, 1, 1]
+    assert item_bytes(specs, pack(specs[:2], 2**20)[0]) == 2
+    assert item_bytes(specs[:1], pack(specs[:1], 6)[0]) == 2  # it ends within an item
 
 
 @given(SPECS)

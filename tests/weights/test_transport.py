@@ -1,5 +1,6 @@
 """Real processes over gloo on this machine's loop-back interface."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -7,16 +8,18 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
+from prl.weights.delta import DeltaError
 from prl.weights.digest import digest
 from prl.weights.group import TransportError
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec
-from prl.weights.transport import SamplerEnd, TrainerEnd, spec_of
+from prl.weights.transport import SamplerEnd, SendReport, TrainerEnd, Whole, spec_of
 
 HOST = "127.0.0.1"
 OPTIONS = WeightsOptions(bucket_mib=1, group_s=60.0, update_s=20.0)
@@ -82,6 +85,118 @@ def test_two_samplers_get_what_the_trainer_sends():
         trainer.send(version(3))
     with pytest.raises(TransportError, match="no transfer group: join an epoch"):
         trainer.send(version(3))
+
+
+def delta_sampler(port: int, rank: int, pipe: Connection) -> None:
+    """Told by the pipe: to join an epoch, to receive a version and say its bits, or to forget what it holds."""
+    end, held = None, None
+    while (command := pipe.recv()) != "end":
+        match command:
+            case int():
+                end, held = SamplerEnd(HOST, port, rank, 3, command, 60.0), None
+                pipe.send("joined")
+            case "forget":
+                held = None
+            case "receive":
+                assert end is not None
+                try:
+                    tensors = end.receive(specs_of(version(0)), 2**20, 20.0, deltas=True, held=held)
+                except DeltaError as error:
+                    held = None
+                    end.close()
+                    pipe.send(str(error))
+                else:
+                    held = Whole(tensors, digest(tensors))
+                    pipe.send({name: bits(tensor) for name, tensor in tensors.items()})
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def nudged(tensors: dict[str, torch.Tensor], every: int) -> dict[str, torch.Tensor]:
+    """The lowest byte of one value in so many is another, of each tensor."""
+    result = {}
+    for name, tensor in tensors.items():
+        flat = tensor.contiguous().reshape(-1).clone()
+        if len(flat):
+            flat.view(torch.uint8).view(len(flat), -1)[::every, 0] ^= 1
+        result[name] = flat.reshape(tensor.shape)
+    return result
+
+
+def test_deltas_bring_what_dense_versions_would():
+    """Over versions that were skipped, unchanged, sent twice, sent in full, and over a new epoch; then to samplers that do not
+    hold what the trainer thinks it does."""
+    spawn = multiprocessing.get_context("spawn")
+    trainer = TrainerEnd(HOST, replace(OPTIONS, delta=True))
+    pipes, processes = [], []
+    for rank in (1, 2):
+        mine, theirs = spawn.Pipe()
+        process = spawn.Process(target=delta_sampler, args=(trainer.master_port, rank, theirs), daemon=True)
+        process.start()
+        pipes.append(mine)
+        processes.append(process)
+
+    def tell(command: int | str) -> None:
+        for pipe in pipes:
+            pipe.send(command)
+
+    def answers() -> list[object]:
+        assert all(pipe.poll(30) for pipe in pipes)
+        return [pipe.recv() for pipe in pipes]
+
+    def join(epoch: int) -> None:
+        tell(epoch)
+        trainer.join(epoch, 3)
+        assert answers() == ["joined", "joined"]
+
+    def send(tensors: dict[str, torch.Tensor], held: int | None) -> SendReport:
+        tell("receive")
+        report = trainer.send(tensors, held)
+        assert report.digest == digest(tensors)
+        assert answers() == [{name: bits(tensor) for name, tensor in tensors.items()}] * 2
+        return report
+
+    headers = 3 * 40
+    whole = 700 * 600 * 4 + 300 * 200 * 4 + 333 * 2 + 600_001 + headers
+    first, second = version(1), nudged(version(1), 50)
+    third = nudged(nudged(second, 40), 7)  # the trainer skips the one between
+    join(1)
+    report = send(first, None)
+    assert (report.bytes, report.changed_share) == (whole, None)
+    report = send(second, report.digest)
+    assert report.changed_share == pytest.approx(1 / 50, rel=0.5)  # a bucket of bytes and wider values counts bytes
+    assert report.bytes < 0.08 * whole
+    again = send(second, report.digest)
+    assert (again.bytes, again.changed_share, again.digest) == (headers, 0.0, report.digest)
+    report = send(third, again.digest)
+    assert report.changed_share is not None
+    assert report.changed_share > 1 / 15
+    report = send(first, None)  # somebody may not hold the third one
+    assert (report.bytes, report.changed_share) == (whole, None)
+    report = send(second, report.digest ^ 1)  # they hold something else
+    assert (report.bytes, report.changed_share) == (whole, None)
+    everything = send(version(2), report.digest)
+    assert everything.changed_share == pytest.approx(1, abs=0.3)
+    assert everything.bytes <= whole
+    join(2)
+    report = send(version(2), everything.digest)
+    assert (report.bytes, report.changed_share) == (whole, None)
+    tell("forget")
+    tell("receive")
+    with contextlib.suppress(TransportError):  # it may all be on its way before they leave
+        trainer.send(nudged(version(2), 50), report.digest)
+    words = (
+        f"a delta to the weights with digest {report.digest}, but nothing to apply it to is held: a dense version has to come"
+    )
+    assert all(str(answer).startswith(words) for answer in answers())
+    join(3)
+    assert send(first, report.digest).changed_share is None
+    tell("end")
+    for process in processes:
+        process.join(20)
+        assert process.exitcode == 0
 
 
 def test_a_missing_sampler_is_named():

@@ -23,6 +23,7 @@ from prl.flow.versions import Version
 
 if TYPE_CHECKING:
     from prl.sampler.link import Link
+    from prl.weights.transport import Whole
 
 TAPE = Path(__file__).with_name("tape.jsonl")
 TOKEN_S = float(os.environ.get("PRL_FAULTS_TOKEN_S", "0.005"))  # so that answers are in flight while versions change
@@ -60,6 +61,7 @@ class ReplayedSampler:
         self._tape = Tape()
         self._version: Version | None = None
         self._staged: tuple[Version, int] | None = None
+        self._held: Whole | None = None
         self._link: Link | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -89,7 +91,7 @@ class ReplayedSampler:
 
         if self._link is not None:
             self._link.leave()
-        self._staged = None
+        self._staged = self._held = None
         where = (body["master_address"], body["master_port"], body["rank_offset"], body["world_size"], body["epoch"])
         self._link = Link(body["epoch"], lambda left: SamplerEnd(*where, body["timeout_s"], left=left))
         return {}
@@ -116,6 +118,7 @@ class ReplayedSampler:
         """In the link's thread."""
         from prl.weights.digest import digest
         from prl.weights.plan import from_json
+        from prl.weights.transport import Whole
 
         began = time.monotonic()
         update_s = self._child.config.weights.update_s
@@ -123,7 +126,9 @@ class ReplayedSampler:
         try:
             if link.end is None:
                 raise RuntimeError(link.no_group)
-            tensors = link.end.receive(from_json(body["tensors"]), body["bucket_bytes"], update_s)
+            held, self._held = self._held, None
+            specs, deltas = from_json(body["tensors"]), self._child.config.weights.delta
+            tensors = link.end.receive(specs, body["bucket_bytes"], update_s, deltas=deltas, held=held)
             staged = Version(body["lineage"], body["step"]), digest(tensors)
             report |= {"digest": str(staged[1]), "receive_s": time.monotonic() - began}
         except Exception as error:  # the orchestrator waits for this report
@@ -132,6 +137,7 @@ class ReplayedSampler:
             return
         if "error" not in report:
             self._staged = staged
+            self._held = Whole(tensors, staged[1]) if deltas else None
         call = self._client.call("staged", report, deadline_s=update_s, reason="reporting a staged version")
         asyncio.run_coroutine_threadsafe(call, self._loop).result(update_s)
 
