@@ -240,18 +240,19 @@ def read_steps(run: RunFolder) -> Sequence[int]:
 
 
 def processes(run: RunFolder, role: str) -> list[psutil.Process]:
-    """The run's own processes of a role, with what they started: all carry the run's environment."""
-    found = []
+    """The run's own processes of a role, with what they started: known by the run's environment, or (vLLM's engine writes its
+    title over its own) by their parents."""
+    found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
             environment = process.environ()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
         if environment.get("PRL_RUN") == str(run) and environment.get("PRL_ROLE") == role:
-            found.append(process)
+            found |= {one.pid: one for one in (process, *process.children(recursive=True))}
     if not found:
         sys.exit(f"{run}: no process of role {role} runs on this machine")
-    return found
+    return list(found.values())
 
 
 def agent_of(run: RunFolder) -> psutil.Process:
