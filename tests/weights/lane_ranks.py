@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +77,14 @@ class Rank:
     def answer(self, limit_s: float = ANSWER_S) -> Any:
         assert self._pipe.poll(limit_s), f"{self.process.name} does not answer within {limit_s} s"
         return self._pipe.recv()
+
+    def go_on(self) -> None:
+        """Once it stands still: the others may be through before."""
+        end = time.monotonic() + ANSWER_S
+        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < end, f"{self.process.name} does not stand still within {ANSWER_S} s"
+            time.sleep(0.01)
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def end(self) -> None:
         self.process.kill()

@@ -174,6 +174,7 @@ def large(roots: int = 2) -> Route:
     return Route(plan, [[Shard(Tile(0, 0, 64 * roots, 0, ROW), True)]], 32 * ROW * 4)
 
 
+SHORT_S = 6.0  # a deadline that is waited for; without faults an update takes a tenth
 BUCKETS = range(4)  # that a worker gets
 VICTIM = 3  # the rank of sampler 1 worker 0 behind two trainer ranks and sampler 0
 
@@ -208,13 +209,13 @@ def test_a_killed_worker_is_named_at_once_and_left_out(stage, bucket):
 def test_a_worker_that_stands_still_is_named_at_the_deadline(stage, bucket):
     crew = stage.crew(2, [0, 1], 1)
     stage.open(large(), crew)
-    stage.begin(crew, 1, 4.0, {VICTIM: Fault("stop", bucket)})
+    stage.begin(crew, 1, SHORT_S, {VICTIM: Fault("stop", bucket)})
     try:
-        errors = check_ends(stage.results(crew, [VICTIM]), 4.0 + SOON_S)
+        errors = check_ends(stage.results(crew, [VICTIM]), SHORT_S + SOON_S)
         if bucket == 0:
             assert any(f"for {MISSING}" in error for error in errors)
     finally:
-        os.kill(stage.ranks[VICTIM].process.pid, signal.SIGCONT)
+        stage.ranks[VICTIM].go_on()
     result = stage.ranks[VICTIM].answer()
     assert result.error or result.exact  # what was on its way to it may have been all
 
@@ -223,9 +224,9 @@ def test_a_worker_that_stands_still_is_named_at_the_deadline(stage, bucket):
 def test_a_late_worker_is_named_at_the_deadline(stage, bucket):
     crew = stage.crew(2, [0, 1], 1)
     stage.open(large(), crew)
-    stage.begin(crew, 1, 4.0, {VICTIM: Fault("late", bucket, 6.0)})
+    stage.begin(crew, 1, SHORT_S, {VICTIM: Fault("late", bucket, SHORT_S + 1.0)})
     results = stage.results(crew)
-    assert check_ends({n: r for n, r in results.items() if n != VICTIM}, 4.0 + SOON_S) or bucket > 0
+    assert check_ends({n: r for n, r in results.items() if n != VICTIM}, SHORT_S + SOON_S) or bucket > 0
     assert results[VICTIM].error or results[VICTIM].exact
 
 
@@ -260,7 +261,7 @@ def test_whoever_is_told_to_leave_leaves_at_once_and_takes_the_others_along(stag
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_trainer_ranks_die_and_stand_still_also_the_one_with_the_store(stage, victim):
-    for kind, update_s in (("stop", 4.0), ("kill", LONG_S)):
+    for kind, update_s in (("stop", SHORT_S), ("kill", LONG_S)):
         crew = stage.crew(2, [0, 1], 1)
         stage.open(large(), crew)
         stage.begin(crew, 1, update_s, {victim: Fault(kind, 1)})
