@@ -1,7 +1,6 @@
 """Checks over several keys, and of what the keys name: all problems at once, each with its key, its value and what to do."""
 
 import dataclasses
-import difflib
 import os
 import re
 import shlex
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from prl.config.engine_args import engine_args_problems
 from prl.config.hf_config import ModelConfig, UnsupportedModelError, model_config, new_model_config, read_model_config
 from prl.config.layout import context_problems, layout_problems, tensor_misfit
 from prl.config.load import ConfigError, out_of_bounds, replace, shown
@@ -23,27 +23,6 @@ from prl.trainer.options import ModelOptions
 
 NAME_CHARACTERS = 100
 STEP_ROLLOUTS = 10**7
-ENGINE_ARGS = Path(__file__).with_name("engine_args.txt")  # written by tools/engine_args.py
-_NAMED_ENGINE_ARGS = {
-    "dtype": "sample.dtype",
-    "enable-return-routed-experts": "sample.record_routing",
-    "enforce-eager": "sample.enforce_eager",
-    "gpu-memory-utilization": "sample.gpu_memory_utilization",
-    "kv-cache-memory-bytes": "sample.kv_cache_mib",
-    "max-model-len": "sample.max_model_len",
-    "max-num-seqs": "sample.max_num_seqs",
-    "model": "model.path",
-    "tensor-parallel-size": "sample.tensor_parallel",
-}
-# With other values the weights would not arrive, log-probs would not be the policy's, or requests would not reach the server.
-_OWN_ENGINE_ARGS = (
-    *("host", "port", "uds", "root-path", "api-key", "middleware", "grpc", "grpc-port", "served-model-name", "headless"),
-    *("load-format", "generation-config", "override-generation-config", "logprobs-mode", "enable-scale-out", "config"),
-    *("worker-cls", "worker-extension-cls", "weight-transfer-config", "pipeline-parallel-size", "api-server-count"),
-    *("nnodes", "node-rank", "master-addr", "master-port", "quantization", "quantization-config"),
-    *("enable-expert-parallel", "enable-eplb", "eplb-config"),
-)
-_OWN_ENGINE_PREFIXES = ("data-parallel-", "ssl-")
 LIMITS = {  # of every number without a bound of its own: far above what any run needs, and below what breaks something
     2**63: "run.seed",
     10**9: "run.steps run.max_lag run.evaluate_every_steps run.evaluate_problems run.epochs train.warmup_steps "
@@ -128,7 +107,7 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     problems += optimizer_problems(config)
     problems += layout_problems(config.train, model)
     problems += context_problems(config.train, model, config.cluster.gpus_per_node)
-    problems += _engine_args(config)
+    problems += engine_args_problems(config.sample.engine_args)
     problems += _domains(config)
     if model is not None:
         problems += _fit(config, model)
@@ -350,22 +329,6 @@ def _parts(config: Config) -> Iterator[str]:
             f"control.lost_after_s = {control.lost_after_s}: every process would count as lost between two heartbeats "
             f"(control.heartbeat_s = {control.heartbeat_s}); set several times that"
         )
-
-
-def _engine_args(config: Config) -> Iterator[str]:
-    """What prl sets itself, and names of which vLLM would say only in the job, after a long start, that it has none."""
-    known = ENGINE_ARGS.read_text().split()
-    for key in config.sample.engine_args:
-        name = key.partition(".")[0].replace("_", "-")
-        plain = name.removeprefix("no-")
-        if plain in _NAMED_ENGINE_ARGS:
-            yield f"sample.engine_args.{key}: has a key of its own, {_NAMED_ENGINE_ARGS[plain]}"
-        elif plain in _OWN_ENGINE_ARGS or plain.startswith(_OWN_ENGINE_PREFIXES):
-            yield f"sample.engine_args.{key}: is set by prl and cannot be changed"
-        elif name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "its arguments are those of `vllm serve --help`"
-            yield f"sample.engine_args.{key}: vLLM's server has no such argument; {hint}"
 
 
 def _domains(config: Config) -> Iterator[str]:

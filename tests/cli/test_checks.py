@@ -73,6 +73,12 @@ def test_a_good_configuration_has_neither_problems_nor_warnings(good):
     assert check(good, memory_bytes=16 * GIB) == []
 
 
+def test_values_that_vllm_takes_pass(good):
+    given = {"max-num-batched-tokens": "4K", "max_num_scheduled_tokens": "None", "watermark": 0.5, "async-scheduling": False}
+    given |= {"moe-backend": "Batched-Triton", "limit-mm-per-prompt": '{"image": 1}', "seed": -3, "tokenizer": "folder"}
+    assert check(replace(good, sample={"engine_args": given}), memory_bytes=16 * GIB) == []
+
+
 def test_rewards_that_are_not_compared_need_no_others(good):
     alone = replace(good, run={"rollouts_per_group": 1, "min_rollouts_per_group": 1}, preprocess={"advantage": "reward"})
     assert check(alone, memory_bytes=16 * GIB) == []
@@ -149,6 +155,24 @@ def test_rewards_that_are_not_compared_need_no_others(good):
             "sample.engine_args.max_num_seqs: has a key of its own, sample",
         ),
         ("sample", {"engine_args": {"no-enforce-eager": True}}, "sample.engine_args.no-enforce-eager: has a key of its own, "),
+        *(
+            ("sample", {"engine_args": {name: value}}, f"sample.engine_args.{name} = {value!r}: {words}")
+            for name, value, words in (
+                ("max-num-batched-tokens", "abc", "must be a whole number, perhaps with k or M at least 1"),
+                ("max-num-batched-tokens", -5, "must be a whole number, perhaps with k or M at least 1"),
+                ("max-num-batched-tokens", "1.5K", "must be a whole number, perhaps with k or M at least 1"),
+                ("watermark", 1, "must be a number at least 0 and below 1"),
+                ("block_size", 16.5, "must be a whole number above 0"),
+                ("block-size", True, "must be a whole number above 0"),
+                ("max-num-queued-reqs", "x", "must be a whole number at least 0, or None"),
+                ("async-scheduling", "yes", "must be true or false"),
+                ("no-async-scheduling", False, "is given or not; set it to true, or leave it out"),
+                ("scheduling-policy", "lifo", "must be one of fcfs, priority"),
+                ("moe-backend", "cuda", "must be one of aiter, "),
+                ("limit-mm-per-prompt", "{image: 1}", "must be JSON"),
+                ("tokenizer", "-x", "begins with -, so that vLLM's server would take it for an argument"),
+            )
+        ),
         *(
             ("sample", {"engine_args": {name: 2}}, f"sample.engine_args.{name}: is set by prl and cannot be changed")
             for name in ("logprobs-mode", "data_parallel_size", "weight-transfer-config.backend", "load-format", "no-headless")
