@@ -444,21 +444,24 @@ class Calls:
         return [name for name in made if name != "stat"]  # os.path.isdir above asks that, of /proc
 
 
-def test_metadata_operations(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    writer = writer_in(tmp_path)
-    reader = open_reader(RunFolder(tmp_path), "run", 1, StreamsOptions())
+@pytest.mark.parametrize("writers", [1, 4])
+def test_metadata_operations(tmp_path, monkeypatch, writers):
+    """Of each file, and of a listing: one for the writers, and one for the files of each, however many those are."""
+    rng, run = np.random.default_rng(0), RunFolder(tmp_path)
+    opened = [open_writer(run, f"actor_{number}", "run", 1, StreamsOptions()) for number in range(writers)]
+    reader = open_reader(run, "run", 1, StreamsOptions())
     calls = Calls(monkeypatch)
     published = []
-    for number in range(3):
+    for number in range(3 * writers):
+        writer = opened[number // 3]
         writer.append(make_group(number, rng))
         published += writer.flush()
         assert calls.take() == ["open", "rename", "fsync"]
-    for entry in published:
+    for number, entry in enumerate(published):
         reader.read(entry)
-        assert calls.take() == [*(["lstat"] if entry == published[0] else []), "open"]  # a writer's folder is looked at once
+        assert calls.take() == [*(["lstat"] if number % 3 == 0 else []), "open"]  # a writer's folder is looked at once
     assert reader.entries() == published
-    assert calls.take() == ["scandir", "listdir"]
+    assert calls.take() == ["scandir", *["listdir"] * writers]
 
 
 def test_what_is_set_aside_stays_in_the_run_whatever_the_announcement_says(tmp_path):
