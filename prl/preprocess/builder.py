@@ -51,6 +51,7 @@ class BuilderSettings:
     options: PreprocessOptions
     streams: StreamsOptions
     data_parallel_size: int
+    vocabulary: int  # tokens that the model knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Builder:
     def __init__(self, settings: BuilderSettings) -> None:
         self._settings = settings
         self._run = RunFolder(settings.run_folder)
-        self._reader = open_reader(self._run, settings.run, settings.attempt, settings.streams)
+        self._reader = open_reader(self._run, settings.run, settings.attempt, settings.streams, settings.vocabulary)
         self._encoded: dict[int, EncodedStep] = {}
 
     def build(self, order: StepOrder, sequence: int) -> Built:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from prl.config.hf_config import read_model_config
 from prl.config.plain_files import read_plain
 from prl.control.child import Child
 from prl.control.client import ControlClient
@@ -41,13 +42,14 @@ async def preprocess(child: Child, client: ControlClient) -> None:
     options, run = child.config.preprocess, child.config.run
     held_bytes = options.memory_mib * 2**20 if options.processes == 1 else 0  # workers read again for themselves
     maker = StepMaker(options, run.groups_per_step, run.order, held_bytes)
+    vocabulary = read_model_config(child.run.model).vocabulary
     settings = BuilderSettings(
-        str(child.run.path), run.name, child.attempt, options, child.config.streams, _data_parallel_size(child)
+        str(child.run.path), run.name, child.attempt, options, child.config.streams, _data_parallel_size(child), vocabulary
     )
     workshop = Workshop(settings, options.processes)
     try:
         await client.join({})
-        await _Loop(child, client, maker, workshop).run()
+        await _Loop(child, client, maker, workshop, vocabulary).run()
     finally:
         workshop.close()
 
@@ -70,7 +72,7 @@ class _Job:
 
 
 class _Loop:
-    def __init__(self, child: Child, client: ControlClient, maker: StepMaker, workshop: Workshop) -> None:
+    def __init__(self, child: Child, client: ControlClient, maker: StepMaker, workshop: Workshop, vocabulary: int) -> None:
         self._child = child
         self._client = client
         self._maker = maker
@@ -85,7 +87,7 @@ class _Loop:
         self._dropped: Counter[str] = Counter()  # reason to rollouts, since the last step
         self._wait_s = child.config.control.wait_s
         self._sequence = next_sequence(child.run.steps)
-        self._reader = open_reader(child.run, child.config.run.name, child.attempt, child.config.streams)
+        self._reader = open_reader(child.run, child.config.run.name, child.attempt, child.config.streams, vocabulary)
         self._unreadable: set[str] = set()  # entries
         self._seen: dict[str, int] = {}  # writer -> last entry announced
         self._released: dict[str, int] = {}  # writer -> last entry that is done with

@@ -8,6 +8,7 @@ from itertools import chain
 
 import pyarrow.compute as pc
 
+from prl.config.hf_config import read_model_config
 from prl.config.load import load
 from prl.config.schema import Config
 from prl.control.child import Child
@@ -34,9 +35,9 @@ _DISCARDS = {
 class Original:
     """The run whose rollouts are trained on again."""
 
-    def __init__(self, run: RunFolder) -> None:
-        """Reads the ledger, and looks once into every rollout file; those that cannot be read, or that another run has
-        written, are named and passed over, as no step may need them."""
+    def __init__(self, run: RunFolder, vocabulary: int | None = None) -> None:
+        """`vocabulary`: how many tokens the model knows. Reads the ledger, and looks once into every rollout file; those that
+        cannot be read, or that another run or model has written, are named and passed over, as no step may need them."""
         self.run = run
         name = load(run.config).run.name
         self._steps = _groups_of_steps(run)
@@ -44,7 +45,7 @@ class Original:
         self._read = lru_cache(_FILES_HELD)(_read)
         for file in chain.from_iterable(rollout_files(run).values()):
             try:
-                found = read_rows(file.path, file.bytes, file.checksum, run=name)
+                found = read_rows(file.path, file.bytes, file.checksum, run=name, vocabulary=vocabulary)
             except (StreamError, OSError) as error:
                 print(f"passed over: {error}", flush=True)
                 continue
@@ -88,7 +89,8 @@ async def replay(child: Child, client: ControlClient, data_parallel_size: int) -
     """Write one step file after another, at most one ahead of the trainer. None of their rollouts has an end in this run."""
     wait_s = child.config.control.wait_s
     client.progress(f"looking through the rollouts of {child.config.run.replay}")
-    original = await asyncio.to_thread(Original, RunFolder(child.config.run.replay))
+    vocabulary = read_model_config(child.run.model).vocabulary
+    original = await asyncio.to_thread(Original, RunFolder(child.config.run.replay), vocabulary)
     sequence = next_sequence(child.run.steps)
     trained_step: int | None = None
     while not client.stopping.is_set():

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
@@ -217,6 +219,13 @@ def check_bytes(data: pa.Buffer | bytes, size_bytes: int, checksum: str, where: 
     if checksum_of(data) != checksum:
         raise StreamError(f"{where}: checksum {checksum_of(data)}, announced was {checksum}: damaged or not what was announced")
     return pa.py_buffer(data)
+
+
+def check_tokens(where: object, tokens: npt.NDArray[np.int32], vocabulary: int | None) -> None:
+    """Raises StreamError where a token is none of the model's: tensor-parallel ranks would take zeros for its embedding without
+    a word, a single one would fail somewhere in the model. `vocabulary`: how many tokens the model knows; None: not asked."""
+    if vocabulary is not None and len(tokens) and tokens.max() >= vocabulary:
+        raise StreamError(f"{where}: holds the token {tokens.max()}, the model's are 0 to {vocabulary - 1}")
 
 
 def open_arrow(where: object, data: pa.Buffer, kind: str, schema: pa.Schema, run: str | None) -> ArrowFile:

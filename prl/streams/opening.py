@@ -25,8 +25,10 @@ def open_writer(run: RunFolder, writer: str, run_name: str, attempt: int, option
     return RolloutWriter(store, writer, run_name, attempt, options)
 
 
-def open_reader(run: RunFolder, run_name: str, attempt: int, options: StreamsOptions) -> RolloutReader:
-    """The streams of all writers of a run."""
+def open_reader(
+    run: RunFolder, run_name: str, attempt: int, options: StreamsOptions, vocabulary: int | None = None
+) -> RolloutReader:
+    """The streams of all writers of a run; see `RolloutReader`."""
     store: Source
     if options.backend == "redis":
         from prl.streams.redis_store import RedisPlace, RedisSource
@@ -34,7 +36,7 @@ def open_reader(run: RunFolder, run_name: str, attempt: int, options: StreamsOpt
         store = RedisSource(RedisPlace(*_place(run, attempt, options.redis)), options.redis)
     else:
         store = FolderSource(run)
-    return RolloutReader(store, run_name)
+    return RolloutReader(store, run_name, vocabulary)
 
 
 def _place(run: RunFolder, attempt: int, options: RedisOptions) -> tuple[str, str | None, str]:

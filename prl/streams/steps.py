@@ -19,6 +19,7 @@ from prl.streams.files import (
     Header,
     StreamError,
     StreamFile,
+    check_tokens,
     encode_file,
     list_published,
     open_arrow,
@@ -117,11 +118,17 @@ def write_step(
 
 def find_steps(folder: Path) -> dict[int, StreamFile]:
     """Step to its durable file (the latest one where a step was written twice), from one listing."""
-    found = {}
-    for stem, file in list_published(folder):
+    return {step: files[0] for step, files in all_steps(folder).items()}
+
+
+def all_steps(folder: Path) -> dict[int, list[StreamFile]]:
+    """Step to all files of that name, the latest first, from one listing. Who needs the one that a run has written takes the
+    first that can be read as that: beside it may lie a foreign one."""
+    found: dict[int, list[StreamFile]] = {}
+    for stem, file in reversed(list_published(folder)):
         match = _STEM.fullmatch(stem)
         if match:
-            found[int(match[1])] = file
+            found.setdefault(int(match[1]), []).append(file)
     return dict(sorted(found.items()))
 
 
@@ -132,13 +139,17 @@ def read_step(
     *,
     run: str | None = None,
     step: int | None = None,
+    vocabulary: int | None = None,
     wait_s: float = 0.0,
 ) -> "StepFile":
     """A step's file, checked as `read_rollouts` does. `step`, where given, is the one that it has to be of, whatever its name
-    says. Raises StreamError for anything but the whole file that was announced."""
+    says; `vocabulary` how many tokens the model knows. Raises StreamError for anything but the whole file that was announced.
+    """
     found = open_step(path, read_checked(path, size_bytes, checksum, wait_s=wait_s), run)
     if step is not None and found.facts.step != step:
         raise StreamError(f"{path}: holds step {found.facts.step}, wanted step {step}")
+    for batch in found.batches:
+        check_tokens(path, batch.column("tokens").values.to_numpy(), vocabulary)
     return found
 
 

@@ -111,6 +111,7 @@ def _train(
             file["checksum"],
             run=written_by,
             step=step + 1,
+            vocabulary=engine.config.vocabulary,
             wait_s=child.config.control.lost_after_s,
         )
         mine = data.deal(parallel_state.get_data_parallel_world_size())[parallel_state.get_data_parallel_rank()]

@@ -30,6 +30,7 @@ from prl.orchestrator.steps import StepDesk
 from prl.preprocess.builder import Builder, BuilderSettings, Workshop
 from prl.preprocess.loop import preprocess
 from prl.preprocess.options import PreprocessOptions
+from prl.runfolder.model import write_model_folder
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter, ledger_events, read_ledger
 from prl.streams.opening import open_reader, open_writer
@@ -37,6 +38,7 @@ from prl.streams.options import RedisOptions, StreamsOptions
 from prl.streams.records import Group, Rollout, Turn, VersionSpan
 from prl.streams.redis_server import RedisServer
 from prl.streams.steps import find_steps, read_step
+from prl.trainer.options import ModelOptions
 
 STEPS = 6
 
@@ -49,6 +51,7 @@ class World:
         self.run.create()
         self.run.attempt(1).mkdir()
         self.run.plan(1).write_text(json.dumps({"data_parallel": 1}))
+        write_model_folder(ModelOptions(init="random", architecture="qwen2"), self.run.model)  # of 16 tokens
         self.config = Config(
             run=RunOptions(name="run", steps=STEPS, groups_per_step=2, rollouts_per_group=2, max_lag=1, order=order),
             preprocess=PreprocessOptions(pack_tokens=16, drop_equal_groups=True, **options),
@@ -215,13 +218,19 @@ def test_an_entry_that_cannot_be_read_when_its_step_is_built_is_sampled_again(tm
     assert world.metrics[-1]["quarantined_files"] == 2
 
 
-def test_a_version_that_does_not_exist_yet_costs_its_group_and_not_the_run(tmp_path):
+@pytest.mark.parametrize("wrong", ["a version that does not exist yet", "a token of the prompt", "a token of the answer"])
+def test_what_this_runs_model_cannot_have_sampled_costs_its_group_and_not_the_run(tmp_path, wrong):
     world = World(tmp_path / "run", "arrival")
     sample, versions = world._sample, []
 
     def sampled(lease, version, equal):
         versions.append(version)
-        return sample(lease, Version(0, 99) if len(versions) == 1 else version, equal)
+        first = len(versions) == 1
+        group = sample(lease, Version(0, 99) if first and "version" in wrong else version, equal)
+        if first and "token" in wrong:
+            turn = group.rollouts[0].turns[0]
+            (turn.prompt_ids if "prompt" in wrong else turn.output_ids)[-1] = 16
+        return group
 
     world._sample = sampled
     asyncio.run(run_world(world))
@@ -233,7 +242,7 @@ def test_a_version_that_does_not_exist_yet_costs_its_group_and_not_the_run(tmp_p
 
 
 def test_a_dead_worker_is_an_error_in_words(tmp_path):
-    settings = BuilderSettings(str(tmp_path), "run", 1, PreprocessOptions(), StreamsOptions(), 1)
+    settings = BuilderSettings(str(tmp_path), "run", 1, PreprocessOptions(), StreamsOptions(), 1, 16)
     workshop = Workshop(settings, 2)
 
     async def lose_a_worker() -> None:

@@ -185,3 +185,12 @@ def test_a_step_holds_something_and_is_the_one_that_was_asked_for(tmp_path):
     assert read_step(file.path, file.bytes, file.checksum, step=7).facts == facts
     with pytest.raises(StreamError, match="holds step 7, wanted step 8"):
         read_step(file.path, file.bytes, file.checksum, step=8)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused_with_the_files_name(tmp_path):
+    made, facts = make_step(np.random.default_rng(0), 7, 2)
+    made[1].tokens[-1] = 151
+    file = write_step(tmp_path, made, facts, run="run", attempt=1, sequence=0)
+    assert read_step(file.path, file.bytes, file.checksum, vocabulary=152).facts == facts
+    with pytest.raises(StreamError, match=f"^{file.path}: holds the token 151, the model's are 0 to 150$"):
+        read_step(file.path, file.bytes, file.checksum, vocabulary=151)
