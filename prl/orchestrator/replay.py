@@ -1,6 +1,7 @@
 """Replay: a run that trains on the step files of another one, or on steps made of its rollouts, without samplers."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from prl.config.schema import Config
 from prl.orchestrator.steps import StepEntry
 from prl.runfolder.paths import RunFolder, run_of_attempt
 from prl.runfolder.reclaim import read_reclaimed
-from prl.streams.steps import find_steps
+from prl.streams.files import StreamError, StreamFile
+from prl.streams.steps import all_steps, find_steps, read_step
+
+log = logging.getLogger(__name__)
 
 
 def replayed_steps(config: Config, after: int) -> list[StepEntry]:
@@ -17,16 +21,30 @@ def replayed_steps(config: Config, after: int) -> list[StepEntry]:
     rollouts. Their rollouts belong to that run: none has an end in this one. Raises ConfigError where a file is missing."""
     if config.run.replay_from == "rollouts":
         return []
-    found = find_steps(RunFolder(config.run.replay).steps)
+    run = RunFolder(config.run.replay)
+    name, found = load(run.config).run.name, all_steps(run.steps)
     entries = []
     for step in range(after + 1, config.run.steps + 1):
         if step not in found:
             raise ConfigError(_missing(config, set(found)))
-        file = found[step]
+        file = _own(found[step], step, name)
         entries.append(
             StepEntry({"step": step, "path": str(file.path), "bytes": file.bytes, "checksum": file.checksum}, trained=())
         )
     return entries
+
+
+def _own(files: Sequence[StreamFile], step: int, name: str) -> StreamFile:
+    """The latest file of a step that the run of this name has written; where there is none the latest, whose reader refuses
+    it."""
+    for file in files if len(files) > 1 else ():
+        try:
+            read_step(file.path, file.bytes, file.checksum, run=name, step=step)
+        except StreamError as error:
+            log.warning("passed over: %s", error)
+            continue
+        return file
+    return files[0]
 
 
 def replay_problems(config: Config) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from prl.config.hf_config import UnsupportedModelError, read_model_config
 from prl.config.schema import Config
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.events import EventKind, LedgerEvent
@@ -20,9 +21,10 @@ from prl.orchestrator.steps import StepEntry
 from prl.runfolder.manifest import newest_manifest
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.plan import PlanError, read_plan
-from prl.streams.files import StreamError
+from prl.runfolder.reclaim import move_aside
+from prl.streams.files import StreamError, StreamFile
 from prl.streams.ledger import ledger_events, read_ledger
-from prl.streams.steps import find_steps, read_step
+from prl.streams.steps import all_steps, read_step
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class Start:
     waiting: Sequence[StepEntry]  # durable step files that are trained again as they are
     evaluations_reached: int
     reissued: Sequence[LedgerEvent]  # to be recorded before anything else
-    refused: Sequence[str] = ()  # newer checkpoints that are damaged, and how
+    refused: Sequence[str] = ()  # newer checkpoints and step files that are damaged or foreign, and how
 
 
 def find_start(run: RunFolder, config: Config) -> Start:
@@ -73,8 +75,11 @@ def find_start(run: RunFolder, config: Config) -> Start:
     lineage = _last_lineage(run) + 1
     forks = dict(manifest.forks)
     forks |= dict.fromkeys(range(manifest.lineage + 1, lineage + 1), step)  # also of attempts that left nothing
-    waiting = replayed_steps(config, step) if config.run.replay else _steps_behind(run, config.run.name, step, earlier, since)
-    if not config.run.replay:
+    told: list[str] = []
+    if config.run.replay:
+        waiting = replayed_steps(config, step)
+    else:
+        waiting, told = _steps_behind(run, config.run.name, step, earlier, since)
         _check_trained_again(run, step, waiting, since, refused)
     in_files = {rollout for entry in waiting for rollout in entry.trained}
     keep = {rollout.group for rollout in in_files}
@@ -82,7 +87,7 @@ def find_start(run: RunFolder, config: Config) -> Start:
     events = dispatcher.discarded(left_out, "left out of a step file")
     events += dispatcher.reissue_outstanding("attempt ended", keep)
     resume = Resume(step, lineage, str(path.parent))
-    return Start(resume, forks, dispatcher, waiting, manifest.evaluations_reached, events, refused)
+    return Start(resume, forks, dispatcher, waiting, manifest.evaluations_reached, events, [*refused, *told])
 
 
 def dispatcher_settings(config: Config) -> DispatcherSettings:
@@ -141,30 +146,51 @@ def _last_trained(since: Iterable[LedgerEvent], step: int) -> int:
     return max((event.step for event in since if event.kind == "trained"), default=step)
 
 
-def _steps_behind(run: RunFolder, name: str, step: int, earlier: pa.Table, since: Sequence[LedgerEvent]) -> list[StepEntry]:
-    """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout has ended otherwise. A file that is
-    damaged, or that the run of this name has not written, is passed over where nobody has trained its step, which is made
-    anew."""
-    found, last = find_steps(run.steps), _last_trained(since, step)
-    entries = []
+def _steps_behind(
+    run: RunFolder, name: str, step: int, earlier: pa.Table, since: Sequence[LedgerEvent]
+) -> tuple[list[StepEntry], list[str]]:
+    """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout has ended otherwise. Files that are
+    damaged, or that the run of this name has not written with its model, are set aside and told (the second answer) where
+    another one of the step is sound, or nobody has trained it, so that it is made anew."""
+    found, last = all_steps(run.steps), _last_trained(since, step)
+    vocabulary = _vocabulary(run) if step + 1 in found else None
+    entries, told = [], []
     while (step := step + 1) in found:
-        file = found[step]
-        try:
-            ids = read_step(file.path, file.bytes, file.checksum, run=name, step=step).rollout_ids()
-            _check_issued(file.path, ids, earlier)
-        except StreamError as error:
-            if step <= last:
-                raise ResumeError(
-                    f"step {step} was trained behind the checkpoint and has to be trained again from its file, which is "
-                    f"of no use: {error}; restore it, or submit the run anew"
-                ) from error
-            log.warning("step %d is made anew, since nothing was trained from its file, which is of no use: %s", step, error)
+        useless: dict[StreamFile, StreamError] = {}
+        for file in found[step]:
+            try:
+                data = read_step(file.path, file.bytes, file.checksum, run=name, step=step, vocabulary=vocabulary)
+                ids = data.rollout_ids()
+                _check_issued(file.path, ids, earlier)
+            except StreamError as error:
+                useless[file] = error
+                continue
+            path = str(file.path.relative_to(run.path))
+            entries.append(StepEntry({"step": step, "path": path, "bytes": file.bytes, "checksum": file.checksum}, ids))
             break
-        entry = {"step": step, "path": str(file.path.relative_to(run.path)), "bytes": file.bytes, "checksum": file.checksum}
-        entries.append(StepEntry(entry, ids))
+        sound = len(useless) < len(found[step])
+        if not sound and step <= last:
+            raise ResumeError(
+                f"step {step} was trained behind the checkpoint and has to be trained again from its file, which is "
+                f"of no use: {'; '.join(map(str, useless.values()))}; restore it, or submit the run anew"
+            )
+        then = "is trained from another file" if sound else "is made anew, since nothing was trained from its file"
+        for file, why in useless.items():
+            move_aside(run, file.path, ())
+            told.append(f"step {step} {then}; set aside as of no use: {why}")
+            log.warning("%s", told[-1])
+        if not sound:
+            break
     groups = {rollout.group for entry in entries for rollout in entry.trained}
     ended = {event.rollout for event in _events_of(earlier, groups, {"discarded", "issued_again"})}
-    return list(takewhile(lambda entry: ended.isdisjoint(entry.trained), entries))
+    return list(takewhile(lambda entry: ended.isdisjoint(entry.trained), entries)), told
+
+
+def _vocabulary(run: RunFolder) -> int:
+    try:
+        return read_model_config(run.model).vocabulary
+    except UnsupportedModelError as error:
+        raise ResumeError(f"{error}; restore the run's model folder, or submit the run anew") from error
 
 
 def _check_issued(file: Path, ids: Sequence[RolloutId], ledger: pa.Table) -> None:

@@ -54,7 +54,7 @@ class Audit:
     rollout_files: int = 0
     rollouts_read: int = 0
     step_files: int = 0
-    quarantined_files: int = 0  # damaged rollout files, told apart by the run itself
+    quarantined_files: int = 0  # damaged or foreign files, told apart by the run itself
     reclaimed_files: int = 0
     rollouts_kept: bool = True  # False: they went through Redis, so that there are none to check
     lag_max: int = -1

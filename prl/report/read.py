@@ -160,7 +160,7 @@ def refuse_attempt(folder: RunFolder) -> None:
 
 
 def _refused(run: RunFolder, attempts: Sequence[int]) -> Iterator[str]:
-    """The checkpoints that attempts passed over."""
+    """The checkpoints and step files that attempts passed over."""
     for attempt in attempts:
         if os.path.lexists(run.plan(attempt)):
             try:

@@ -56,7 +56,8 @@ class RunFolder:
 
     @property
     def quarantine(self) -> Path:
-        """Rollout files that could not be read, as <writer>_<name>, each with its groups in <writer>_<name>.json."""
+        """Stream files that are of no use, as <folder>_<name>, each with its groups in <folder>_<name>.json; a rollout file's
+        folder is its writer."""
         return self.path / "streams" / "quarantine"
 
     @property

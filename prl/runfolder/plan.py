@@ -16,7 +16,7 @@ class PlanError(Exception):
 class PlanFacts:
     lineage: int
     forks: Mapping[int, int]  # lineage -> the step at which it left the one before
-    refused: Sequence[str]  # checkpoints that the attempt passed over, and why
+    refused: Sequence[str]  # checkpoints and step files that the attempt passed over, and why
 
 
 def read_plan(path: Path) -> PlanFacts:

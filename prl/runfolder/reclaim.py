@@ -2,6 +2,7 @@
 so that an audit can tell them from lost ones."""
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -11,6 +12,8 @@ from typing import Literal
 from prl.config.plain_files import NotPlainError, open_plain, read_plain
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish_json, storage, sync_folder, write_all
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,18 @@ def read_reclaimed(run: RunFolder) -> list[Reclaimed]:
     return found
 
 
-def record_aside(kept: Path, groups: Iterable[tuple[int, int]]) -> None:
-    """Beside where a rollout file is to be kept in quarantine: the groups, with their issues, that it was announced with.
-    Raises OSError."""
-    publish_json(_beside(kept), list(groups))
+def move_aside(run: RunFolder, path: Path, groups: Iterable[tuple[int, int]]) -> None:
+    """Keep a stream file that is of no use in quarantine, for a person to look at, and beside it the groups, with their
+    issues, that it was announced with. Where it cannot be moved, the log says so, and it stays."""
+    kept = run.quarantine / f"{path.parent.name}_{path.name}"
+    try:
+        run.quarantine.mkdir(exist_ok=True)
+        publish_json(_beside(kept), list(groups))
+        os.rename(path, kept)
+    except FileNotFoundError:
+        pass  # it never showed, or another reader was first
+    except OSError as error:
+        log.warning("%s could not be moved to %s: %s", path, run.quarantine, error)
 
 
 def read_aside(run: RunFolder) -> Iterator[tuple[int, int]]:

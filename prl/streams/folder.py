@@ -1,7 +1,6 @@
 """The rollout stream as Arrow files: streams/rollouts/<writer>/rollouts_a<attempt>_<sequence>_<bytes>_<xxh3>.arrow."""
 
 import errno
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -10,7 +9,7 @@ import pyarrow as pa
 
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import open_folder
-from prl.runfolder.reclaim import record_aside
+from prl.runfolder.reclaim import move_aside
 from prl.streams.contract import Cursor, Published, check_writer, is_writer
 from prl.streams.files import (
     FILE_NAME,
@@ -24,8 +23,6 @@ from prl.streams.files import (
     read_checked,
 )
 from prl.streams.rollouts import KIND
-
-log = logging.getLogger(__name__)
 
 
 class FolderAppender:
@@ -74,15 +71,7 @@ class FolderSource:
             path = self._path(entry.name)
         except StreamError:
             return  # no file of the stream
-        try:
-            self._run.quarantine.mkdir(exist_ok=True)
-            kept = self._run.quarantine / f"{path.parent.name}_{path.name}"
-            record_aside(kept, [(facts.group, facts.issue) for facts in entry.groups])
-            os.rename(path, kept)
-        except FileNotFoundError:
-            pass  # it never showed, or another reader was first
-        except OSError as error:
-            log.warning("%s could not be moved to %s: %s", path, self._run.quarantine, error)
+        move_aside(self._run, path, [(facts.group, facts.issue) for facts in entry.groups])
 
     def release(self, done: Cursor) -> None:
         """Nothing: files are kept for resume and replay; the orchestrator reclaims what a checkpoint made superfluous."""

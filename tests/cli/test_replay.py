@@ -36,12 +36,16 @@ def original(tmp_path, monkeypatch):
     run.create()
     run.config.write_text(dump(load(Path("c.yaml"), [])))
     for step in (1, 2, 3):
-        ones = np.ones(2, np.float32)
-        tokens = np.arange(2, dtype=np.int32)
-        ends, ids = np.array([0, 2], np.int32), (RolloutId(0, "digits/1", step, 0, 0),)
-        batch = MicroBatch(tokens, tokens, ends, ones, ones, ones, None, np.zeros(2, np.int32), ids)
-        write_step(run.steps, [batch], StepFacts(step, 2.0, 2, 1, 1), run="one", attempt=1, sequence=step)
+        step_file(run, step, "one", attempt=1)
     return run
+
+
+def step_file(run, step, writer, attempt):
+    ones = np.ones(2, np.float32)
+    tokens = np.arange(2, dtype=np.int32)
+    ends, ids = np.array([0, 2], np.int32), (RolloutId(0, "digits/1", step, 0, 0),)
+    batch = MicroBatch(tokens, tokens, ends, ones, ones, ones, None, np.zeros(2, np.int32), ids)
+    write_step(run.steps, [batch], StepFacts(step, 2.0, 2, 1, 1), run=writer, attempt=attempt, sequence=step)
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -60,6 +64,13 @@ def test_a_replay_starts_trainers_alone(original, capsys):
     assert [entry.file["step"] for entry in start.waiting] == [1, 2, 3]
     assert all(Path(entry.file["path"]).is_file() for entry in start.waiting)
     assert not any(entry.trained for entry in start.waiting)
+
+
+def test_a_foreign_step_file_hides_none_of_the_replayed_run(original, caplog):
+    step_file(original, 2, "another", attempt=999)
+    start = find_start(RunFolder("new"), load(Path("c.yaml"), [f"run.replay={original}"]))
+    assert ["_a001_" in entry.file["path"] for entry in start.waiting] == [True] * 3
+    assert "of run 'another', this is run 'one'" in caplog.text
 
 
 def test_a_replay_from_rollouts_has_a_preprocessor_and_no_steps_yet(original):

@@ -15,10 +15,12 @@ from prl.flow.versions import Version
 from prl.orchestrator.options import RunOptions
 from prl.orchestrator.resume import ResumeError, dispatcher_settings, find_start
 from prl.runfolder.manifest import Manifest, part_of, read_manifest, write_manifest
+from prl.runfolder.model import write_model_folder
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 from prl.streams.records import MicroBatch, StepFacts
 from prl.streams.steps import find_steps, write_step
+from prl.trainer.options import ModelOptions
 
 CONFIG = Config(
     run=RunOptions(name="r", steps=10, groups_per_step=2, rollouts_per_group=3, max_lag=2),
@@ -26,11 +28,13 @@ CONFIG = Config(
 )
 
 
-def step_file(run: RunFolder, step: int, ids: list[RolloutId], sequence: int, writer: str = "r") -> None:
+def step_file(
+    run: RunFolder, step: int, ids: list[RolloutId], sequence: int, writer: str = "r", attempt: int = 1, token: int = 15
+) -> None:
     tokens = 2 * len(ids)
     floats = np.ones(tokens, np.float32)
     microbatch = MicroBatch(
-        tokens=np.arange(tokens, dtype=np.int32),
+        tokens=np.full(tokens, token, np.int32),
         positions=np.tile(np.arange(2, dtype=np.int32), len(ids)),
         boundaries=np.arange(0, tokens + 1, 2, dtype=np.int32),
         loss_weights=floats,
@@ -41,7 +45,7 @@ def step_file(run: RunFolder, step: int, ids: list[RolloutId], sequence: int, wr
         rollouts=tuple(ids),
     )
     facts = StepFacts(step, float(tokens), tokens, len(ids), 1)
-    write_step(run.steps, [microbatch], facts, run=writer, attempt=1, sequence=sequence)
+    write_step(run.steps, [microbatch], facts, run=writer, attempt=attempt, sequence=sequence)
 
 
 class Attempt:
@@ -51,6 +55,7 @@ class Attempt:
         self.run = RunFolder(tmp_path / "run")
         self.run.create()
         self.run.attempt(1).mkdir()
+        write_model_folder(ModelOptions(init="random", architecture="qwen2"), self.run.model)  # of 16 tokens
         self.run.plan(1).write_text(json.dumps({"lineage": 0, "forks": {}, "refused": []}))
         self.dispatcher = Dispatcher(dispatcher_settings(CONFIG))
         self.ledger = LedgerWriter(self.run.ledger(1))
@@ -290,14 +295,14 @@ def test_a_damaged_step_file_blocks_a_resume_only_where_it_is_needed(tmp_path, c
     flip(files[3].path, 100)
     start = find_start(first.run, CONFIG)
     assert [entry.file["step"] for entry in start.waiting] == [2]
-    assert "step 3 is made anew, since nothing was trained from its file, which is of no use" in caplog.text
+    assert "step 3 is made anew, since nothing was trained from its file; set aside as of no use" in caplog.text
     assert sorted({event.rollout.group for event in start.reissued if event.kind == "issued_again"}) == [4, 5]
     flip(files[2].path, 100)
     with pytest.raises(ResumeError, match=r"step 2 was trained behind the checkpoint .* of no use: .*; restore it, or submit"):
         find_start(first.run, CONFIG)
 
 
-@pytest.mark.parametrize("foreign", ["of another run", "of another step", "never issued"])
+@pytest.mark.parametrize("foreign", ["of another run", "of another step", "of another model", "never issued"])
 def test_a_step_file_that_is_not_this_runs_own_is_not_trained(tmp_path, caplog, foreign):
     first = Attempt(tmp_path)
     first.lease(6)
@@ -311,6 +316,9 @@ def test_a_step_file_that_is_not_this_runs_own_is_not_trained(tmp_path, caplog, 
         second = find_steps(first.run.steps)[2].path
         shutil.copy(second, second.with_name(second.name.replace("step_00000002", "step_00000003")))
         words = "holds step 2, wanted step 3"
+    elif foreign == "of another model":
+        step_file(first.run, 3, first.ids(4, 5), 3, token=16)
+        words = "holds the token 16, the model's are 0 to 15"
     else:
         step_file(first.run, 3, [replace(i, issue=1) for i in first.ids(4, 5)], 3)
         words = "holds 6 rollouts that were never issued, RolloutId(epoch=0, problem="
@@ -318,7 +326,36 @@ def test_a_step_file_that_is_not_this_runs_own_is_not_trained(tmp_path, caplog, 
     assert [entry.file["step"] for entry in start.waiting] == [2]
     assert "step 3 is made anew" in caplog.text
     assert words in caplog.text
+    assert words in "".join(start.refused)
+    assert find_start(first.run, CONFIG).refused == []  # it is told once: the file lies in quarantine
+    assert len(list(first.run.quarantine.glob("*.arrow"))) == 1
     assert sorted({event.rollout.group for event in start.reissued if event.kind == "issued_again"}) == [4, 5]
+
+
+def test_a_foreign_file_of_a_trained_step_hides_none_of_the_runs_own(tmp_path, caplog):
+    """It has a higher attempt; so has a damaged one. Both are set aside, and told once."""
+    first = Attempt(tmp_path)
+    first.lease(6)
+    first.train(1, 0, 1)
+    first.checkpoint(1)
+    first.train(2, 2, 3)
+    own = find_steps(first.run.steps)[2]
+    step_file(first.run, 2, first.ids(2, 3), 7, attempt=998)
+    flip(find_steps(first.run.steps)[2].path, 100)
+    step_file(first.run, 2, first.ids(4, 5), 8, writer="another", attempt=999)
+    start = find_start(first.run, CONFIG)
+    assert [entry.file["path"] for entry in start.waiting] == [str(own.path.relative_to(first.run.path))]
+    assert start.waiting[0].trained == sorted(first.ids(2, 3))
+    assert [words.partition(": ")[0] for words in start.refused] == [
+        "step 2 is trained from another file; set aside as of no use"
+    ] * 2
+    assert "of run 'another', this is run 'r'" in start.refused[0]
+    assert "checksum" in start.refused[1]
+    assert all(words in caplog.text for words in start.refused)
+    assert {path.name[:18] for path in first.run.quarantine.glob("*.arrow")} == {"steps_step_0000000"}
+    assert len(list(first.run.quarantine.glob("*.arrow"))) == 2
+    again = find_start(first.run, CONFIG)
+    assert (again.refused, again.waiting) == ([], start.waiting)
 
 
 def test_a_manifest_comes_back_as_it_was_whatever_its_keys_are(tmp_path):
