@@ -113,8 +113,8 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
         problems += _fit(config, model)
     if not resume:
         problems += _folder(config)
-    elif not _may_write(Path(config.run.folder)):
-        problems.append(f"--resume {config.run.folder}: the run's folder cannot be written; have its owner permit it (chmod)")
+    else:
+        problems += _resumed_folder(config, model)
     if config.cluster.nodes is None:
         problems += machine_problems(config, model, free_memory_bytes() if memory_bytes is None else memory_bytes)
     if problems:
@@ -390,6 +390,24 @@ def _folder(config: Config) -> Iterator[str]:
         yield f"run.folder = {run}: {error.strerror}; {other}"
 
 
+def _resumed_folder(config: Config, model: ModelConfig | None) -> Iterator[str]:
+    """Does a run that is gone on with have what a checkpoint has not? A model that is not known is told already."""
+    run = Path(config.run.folder)
+    if not _may_write(run):
+        yield f"--resume {run}: the run's folder cannot be written; have its owner permit it (chmod)"
+    if model is None:
+        return
+    folder = run / "model"
+    troubles = list(tokenizer_problems(folder))
+    try:
+        read_model_config(folder)
+    except UnsupportedModelError as error:
+        troubles = [str(error)] if (folder / "config.json").exists() else ["has no config.json", *troubles]
+    if troubles:
+        what = f"make it a link to {config.model.path} again" if config.model.path else "restore it, or submit the run anew"
+        yield f"--resume {run}: the run's model folder {folder} is not whole ({'; '.join(troubles)}); {what}"
+
+
 def _may_write(folder: Path) -> bool:
     return os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
 
@@ -432,6 +450,11 @@ def _warnings(config: Config) -> list[str]:
     for key, value in (("temperature", config.actor.temperature), ("top_p", config.actor.top_p)):
         if value != 1:
             found.append(f"actor.{key} = {value}: training assumes 1; the importance ratios will be biased")
+    if config.train.lora_rank and config.cluster.gpus_per_node and config.cluster.nodes is not None:
+        found.append(
+            f"train.lora_rank = {config.train.lora_rank}: adapters are for models without Transformer Engine, and whether that "
+            f"is installed on the job's nodes is not known here; where it is, the trainer refuses to start"
+        )
     if config.preprocess.pack_tokens < config.sample.max_model_len:
         found.append(
             f"preprocess.pack_tokens = {config.preprocess.pack_tokens} is below sample.max_model_len = "

@@ -1,6 +1,8 @@
-"""Whether a run without Slurm fits this machine: its memory, its accelerators and its network."""
+"""Whether a run without Slurm fits this machine: its memory, its accelerators, its network and what is installed."""
 
+import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -27,6 +29,7 @@ def machine_problems(config: Config, model: ModelConfig | None, memory_bytes: in
     gpus, interface, there = config.cluster.gpus_per_node, config.cluster.interface, psutil.net_if_addrs()
     if interface is not None and interface not in there:
         yield f"cluster.interface = {interface}: this machine has {', '.join(there)}; name one of these, or null"
+    yield from _missing_programs(config)
     if gpus:
         found = len(list(Path("/dev").glob("nvidia[0-9]*")))
         if found < gpus:
@@ -41,6 +44,26 @@ def machine_problems(config: Config, model: ModelConfig | None, memory_bytes: in
             f"preprocess.pack_tokens = {config.preprocess.pack_tokens}, sample.kv_cache_mib = {config.sample.kv_cache_mib}, "
             f"cluster.replicas_per_node, actor.processes or verifier.processes, set train.recompute, take a smaller model, or "
             f"send the run to Slurm with --nodes"
+        )
+
+
+def _missing_programs(config: Config) -> Iterator[str]:
+    """What is no part of every installation, and is asked for, or is there and stands in the way."""
+    if config.streams.backend == "redis":
+        if find_spec("redis") is None:
+            yield (
+                "streams.backend = redis: redis-py is not installed here; pip install '.[redis]', or set streams.backend: "
+                "folder"
+            )
+        if config.streams.redis.start and shutil.which("redis-server") is None:
+            yield (
+                "streams.redis.start = true: there is no redis-server on PATH; install Redis (Debian: apt-get install "
+                "redis-server), give streams.redis.url, or set streams.backend: folder"
+            )
+    if config.cluster.gpus_per_node and config.train.lora_rank and find_spec("transformer_engine") is not None:
+        yield (
+            f"train.lora_rank = {config.train.lora_rank}: adapters are for models without Transformer Engine, which is "
+            f"installed here; set it to 0, or use an environment without that"
         )
 
 

@@ -196,7 +196,8 @@ class TrainOptions:
     lora_rank: Annotated[
         int,
         "rank of adapters (LoRA) on attention and feed-forward layers, which alone are trained; samplers get the merged "
-        "weights; learning rates are about 10 times those without. 0: all weights are trained",
+        "weights; learning rates are about 10 times those without. For dense models, and only where Transformer Engine is not "
+        "installed. 0: all weights are trained",
         AtLeast(0),
     ] = 0
     recompute: Annotated[

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -19,6 +20,7 @@ from prl.config.load import ConfigError, load, replace
 from prl.config.machine import cgroup_free_bytes, count_parameters, estimate_memory_bytes, free_memory_bytes
 from prl.config.schema import Config
 from prl.domains.options import DomainOptions
+from prl.runfolder.model import write_model_folder
 from prl.streams.options import RedisOptions
 
 GIB = 1024**3
@@ -495,20 +497,23 @@ def test_a_folder_that_holds_another_run(good):
     assert line.startswith(f"run.folder = {folder}/notes.txt: {folder}/notes.txt is no folder; choose another")
     (line,) = problems(replace(good, run={"folder": str(folder / "notes.txt/under")}))
     assert line.startswith(f"run.folder = {folder}/notes.txt/under: {folder}/notes.txt is no folder")
+    write_model_folder(good.model, folder / "model")
     assert check(good, resume=True, memory_bytes=16 * GIB) == []
 
 
 def test_a_folder_that_cannot_be_written(good, tmp_path):
     parent = tmp_path / "mine"
     (parent / "runs").mkdir(parents=True)
-    for folder in (parent, parent / "runs", tmp_path):
+    (parent / "begun").mkdir()
+    write_model_folder(good.model, parent / "begun/model")
+    for folder in (parent, parent / "runs", parent / "begun", parent / "begun/model", tmp_path):
         folder.chmod(0o555)
     with unprivileged(tmp_path):
         (new,) = problems(replace(good, run={"folder": str(parent / "one" / "two")}))
         (there,) = problems(replace(good, run={"folder": str(parent / "runs")}))
-        (resumed,) = problems(replace(good, run={"folder": str(parent / "runs")}), resume=True)
+        (resumed,) = problems(replace(good, run={"folder": str(parent / "begun")}), resume=True)
     assert new.startswith(f"run.folder = {parent}/one/two: {parent} cannot be written; choose another run.folder or run.name")
-    assert resumed == f"--resume {parent}/runs: the run's folder cannot be written; have its owner permit it (chmod)"
+    assert resumed == f"--resume {parent}/begun: the run's folder cannot be written; have its owner permit it (chmod)"
     assert there.startswith(f"run.folder = {parent}/runs: cannot be written; choose another run.folder or run.name, or have")
 
 
@@ -600,13 +605,36 @@ def test_paths_become_absolute_and_survive_the_yaml(tmp_path):
     assert config.domains[0].options == {"paths": ["/base/a", "/b"], "template": "a"}
 
 
+def test_what_is_not_installed_here_is_told_before_a_run_on_this_machine(good, monkeypatch, tmp_path):
+    through_redis = replace(good, streams={"backend": "redis", "redis": RedisOptions(start=True)})
+    monkeypatch.setitem(sys.modules, "redis", None)  # as if it were not there
+    monkeypatch.setenv("PATH", str(tmp_path))
+    library, server = problems(through_redis)
+    assert library.startswith("streams.backend = redis: redis-py is not installed here; pip install '.[redis]'")
+    assert server.startswith("streams.redis.start = true: there is no redis-server on PATH; install Redis")
+    assert check(replace(through_redis, cluster={"nodes": 2}), memory_bytes=16 * GIB) == []
+
+
+def test_adapters_and_transformer_engine(good, monkeypatch, tmp_path):
+    """Here it is known whether it is installed, on the nodes of a job it is not."""
+    adapted = replace(good, train={"lora_rank": 8}, cluster={"gpus_per_node": 1})
+    assert not any("lora_rank" in line for line in problems(adapted))  # but there is no accelerator
+    (tmp_path / "transformer_engine.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert any(line.startswith("train.lora_rank = 8: adapters are for models without Trans") for line in problems(adapted))
+    (warning,) = check(replace(adapted, cluster={"nodes": 2}), memory_bytes=16 * GIB)
+    assert warning.startswith("train.lora_rank = 8: adapters are for models without Transformer Engine, and whether that")
+    assert check(replace(good, train={"lora_rank": 8}), memory_bytes=16 * GIB) == []
+
+
 def test_redis_needs_one_server(good, tmp_path):
     url = "redis://host:6379/0"
     for redis in (RedisOptions(), RedisOptions(start=True, url=url)):
         (problem,) = problems(replace(good, streams={"backend": "redis", "redis": redis}))
         assert "needs one of them" in problem
+    elsewhere = replace(good, cluster={"nodes": 2})  # what is installed there is not known
     for redis in (RedisOptions(start=True), RedisOptions(url=url)):
-        assert check(replace(good, streams={"backend": "redis", "redis": redis}), memory_bytes=16 * GIB) == []
+        assert check(replace(elsewhere, streams={"backend": "redis", "redis": redis}), memory_bytes=16 * GIB) == []
     kept = replace(good, streams={"backend": "redis", "redis": RedisOptions(url=url), "keep": "all"})
     (problem,) = problems(kept)
     assert problem.startswith("streams.keep = all: Redis keeps no rollout that is done with")

@@ -237,6 +237,26 @@ def test_resume_needs_a_finished_checkpoint(config, capsys):
     assert f"folder: {config}/runs/one\n" in (config / "runs/one/config.yaml").read_text()
 
 
+def test_a_resume_without_the_runs_model_is_refused_before_an_attempt_is_made(config, capsys):
+    assert with_function("fail", "c.yaml").wait(60) == 1
+    run = config / "runs/one"
+    (run / "checkpoints/step_000010").mkdir()
+    checkpoint(run, 10)
+    tokenizer = (run / "model/tokenizer.json").rename(run / "away.json")
+    assert submit.main(["--resume", "runs/one", "--dry-run"]) == 2
+    where = f"--resume {run}: the run's model folder {run}/model is not whole"
+    assert f"{where} (has no tokenizer.json; " in capsys.readouterr().err
+    tokenizer.rename(run / "model/tokenizer.json")
+    assert submit.main(["--resume", "runs/one", "--dry-run"]) == 0
+    (run / "model/config.json").write_text("{")
+    assert submit.main(["--resume", "runs/one", "--dry-run"]) == 2
+    assert f"{where} ({run}/model/config.json cannot be read: " in capsys.readouterr().err
+    (run / "model").rename(config / "away")
+    assert submit.main(["--resume", "runs/one"]) == 2
+    assert f"{where} (has no config.json; " in capsys.readouterr().err
+    assert not (run / "attempt_002").exists()
+
+
 def test_a_local_run_that_fails_ends_with_its_cause_and_a_code(config):
     process = with_function("fail", "c.yaml")
     out = process.communicate(timeout=60)[0]
