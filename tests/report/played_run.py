@@ -21,6 +21,7 @@ from prl.preprocess.assemble import Moment, build_step
 from prl.preprocess.options import PreprocessOptions
 from prl.preprocess.steps import Arrival, StepMaker
 from prl.runfolder.manifest import Manifest, part_of, write_manifest
+from prl.runfolder.model import write_model_folder
 from prl.runfolder.paths import RunFolder
 from prl.streams.files import next_sequence
 from prl.streams.folder import FolderAppender
@@ -29,8 +30,10 @@ from prl.streams.options import StreamsOptions
 from prl.streams.records import Group, Rollout, Turn, VersionSpan
 from prl.streams.steps import write_step
 from prl.streams.writer import RolloutWriter
+from prl.trainer.options import ModelOptions
 
 ROLLOUTS = 3
+MODEL = ModelOptions(init="random", architecture="qwen2", tokenizer="bytes")  # of 260 tokens
 
 
 def config(folder: Path, steps: int = 8, order: str = "dispatch", keep: str = "all") -> Config:
@@ -204,6 +207,7 @@ def answer(lease: Lease, version: Version) -> Group:
 def new_run(folder: Path, **options) -> tuple[RunFolder, Config]:
     run, settings = RunFolder(folder), config(folder, **options)
     run.create()
+    write_model_folder(MODEL, run.model)
     run.config.write_text(dump(settings))
     return run, settings
 

@@ -13,21 +13,17 @@ from played_run import play
 from tokenizers import Tokenizer
 
 from prl.flow.versions import Version
-from prl.runfolder.model import write_model_folder
 from prl.runfolder.paths import RunFolder
 from prl.streams.files import Header, publish_arrow
 from prl.streams.records import Group, Rollout, Turn, VersionSpan
 from prl.streams.rollouts import to_arrow
-from prl.trainer.options import ModelOptions
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = play(tmp_path_factory.mktemp("tool") / "run", [70])
-    write_model_folder(ModelOptions(init="random", architecture="qwen2", tokenizer="bytes"), folder.model)
-    return folder
+    return play(tmp_path_factory.mktemp("tool") / "run", [70])
 
 
 def rollouts(run, *arguments) -> str:
