@@ -86,7 +86,7 @@ def follow(
     progress.begins_at = max((step for step, _ in run.manifests()), default=0)  # until its plan says it
     overwrite, last, last_at = stream.isatty(), "", float("-inf")
     heard: float | None = None  # of rank 0, on the clock
-    planned = False
+    planned, told = False, set[str]()
     while True:
         over = ended(LOOK_S)
         for event in follower.read():
@@ -110,8 +110,10 @@ def follow(
             stream.write(f"\r{words}\x1b[K\n" if overwrite else f"{words}\n")
             last = ""
         if not planned and run.plan(attempt).exists():
-            planned = True
-            stream.writelines(f"warning: {console.printable(words)}\n" for words in _take_plan(run, attempt, progress))
+            planned = progress.phase != "starting"  # until then a checkpoint that is being checked may turn out damaged
+            news = [words for words in _take_plan(run, attempt, progress) if words not in told]
+            told.update(news)
+            stream.writelines(f"warning: {console.printable(words)}\n" for words in news)
         line = progress.line()
         if line != last and (overwrite or over or clock() - last_at >= PLAIN_LINE_S):
             stream.write(f"\r{line}\x1b[K" if overwrite else f"{line}\n")

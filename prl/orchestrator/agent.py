@@ -28,7 +28,7 @@ from prl.orchestrator.binding import bind
 from prl.orchestrator.main import Orchestrator
 from prl.orchestrator.node import run_agent
 from prl.orchestrator.outcome import RunFailed
-from prl.orchestrator.resume import find_start
+from prl.orchestrator.resume import find_start, publish_plan
 from prl.runfolder.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome, reserve
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import in_words, publish_json
@@ -110,10 +110,9 @@ async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, con
             f"prl-submit --resume {shlex.quote(str(run))}"
         )
     split = make_split(config)
-    start = find_start(run, config)
+    start = find_start(run, config, parts=False)  # the orchestrator checks them while the children start
     plan = bind(config, split, allocation, attempt, free_port(allocation.master_address), start.resume)
-    facts = {"lineage": start.resume.lineage, "forks": start.forks, "refused": start.refused}
-    publish_json(run.plan(attempt), {**plan.to_json(), **facts})
+    publish_plan(run, plan, start)
     token = read_token(run.token)
     leave_what_is_loaded()
     with _own_redis(run, attempt, allocation.host.address, config, token):

@@ -56,7 +56,7 @@ def bind(config: Config, split: Split, allocation: Allocation, attempt: int, mas
                     "MASTER_ADDR": allocation.master_address,
                     "MASTER_PORT": str(master_port),
                     "PRL_LINEAGE": str(resume.lineage),
-                    **({"PRL_RESUME": resume.checkpoint} if resume.checkpoint else {}),
+                    **({"PRL_RESUME": "1"} if resume.checkpoint else {}),
                     **({"PRL_YIELDS_CPU": "1"} if _yields_cpu(config, part.node) else {}),
                     **interface,
                     **_devices(part.node.trainer_devices, config.train.threads),

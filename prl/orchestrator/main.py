@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from prl.config.schema import Config
-from prl.control.server import Answer, Bell, ControlServer, Member
+from prl.control.server import Answer, Bell, ControlServer, Handler, Member
 from prl.flow.evaluations import Evaluation
 from prl.flow.membership import IN_GROUP, Membership, MembershipSettings
 from prl.flow.versions import Version
@@ -20,7 +21,7 @@ from prl.orchestrator.checkpoints import Checkpoints, Moment
 from prl.orchestrator.journal import Journal
 from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, REPORTED, Cause, child_cause, conclude
 from prl.orchestrator.replicas import ReplicaDesk
-from prl.orchestrator.resume import Start
+from prl.orchestrator.resume import Start, checked_start, publish_plan
 from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
 from prl.orchestrator.sampler_calls import SamplerCalls
 from prl.orchestrator.seeding import Seeder
@@ -46,44 +47,21 @@ class Orchestrator:
         self._run = run
         self._config = config
         self._plan = plan
-        self._start = start
         self._started = time.time()
         self._bell = Bell()
         self._causes = Causes(self._bell)
-        self._stop_rule = StopRule(config.run.stop_at_reward, config.run.stop_after_evaluations, start.evaluations_reached)
         self._nodes_done: set[int] = set()
         self._last_version: Version | None = None  # that the dispatcher knows of
         self._done_words = f"all {config.run.steps} steps trained"
-        self._dispatcher = start.dispatcher
         self._ledger = LedgerWriter(run.ledger(plan.attempt))
         self._ledger_desk = LedgerDesk(self._ledger.append)
-        record = self._record = self._ledger_desk.record
+        self._record = self._ledger_desk.record
         self._journal = Journal(run, plan.attempt, config.metrics)
-        self._checkpoints = Checkpoints(
-            run, config, plan.attempt, start, self._journal, now=self._moment, settled=self._ledger_desk.settled
-        )
-        self._rollouts = RolloutDesk(
-            self._dispatcher,
-            record,
-            self._bell,
-            facts=self._facts_for_actors,
-            on_evaluation=self._evaluated,
-            on_announced=self._checkpoints.announced,
-        )
-        self._steps = StepDesk(
-            self._dispatcher,
-            self._rollouts,
-            record,
-            self._bell,
-            trained=start.resume.step,
-            forks=start.forks,
-            lineage=start.resume.lineage,
-            waiting=start.waiting,
-            on_trained=self._trained,
-            save_now=self._checkpoints.due,
-            wants_version=self._wants_version,
-            steps_at_once=config.preprocess.processes,
-        )
+        self._begin_at(start)
+        self._check_given_up = threading.Event()
+        self._checked = asyncio.Event()  # the checkpoint is whole: what comes of it may be used
+        if start.resume.checkpoint is None:
+            self._checked.set()
         samplers = {child.index: child.node for child in plan.children if child.role == "sampler"}
         self._membership = Membership(
             MembershipSettings(len(samplers), config.sample.restarts, config.sample.restart_pause_s, config.control.start_s)
@@ -115,9 +93,8 @@ class Orchestrator:
         self._server = ControlServer(
             token,
             {
-                **self._rollouts.handlers(),
-                **self._steps.handlers(),
-                **self._checkpoints.handlers(),
+                **{name: self._once_checked(name) for name in self._desk_calls},
+                "resume": self._resume,
                 **self._replicas.handlers(),
                 "children": self._children,
                 "child_ended": self._child_ended,
@@ -132,6 +109,39 @@ class Orchestrator:
             on_join=self._joined,
             on_fail=self._failed,
         )
+
+    def _begin_at(self, start: Start) -> None:
+        """Everything that depends on where the attempt starts."""
+        config = self._config
+        self._start = start
+        self._dispatcher = start.dispatcher
+        self._stop_rule = StopRule(config.run.stop_at_reward, config.run.stop_after_evaluations, start.evaluations_reached)
+        self._checkpoints = Checkpoints(
+            self._run, config, self._plan.attempt, start, self._journal, now=self._moment, settled=self._ledger_desk.settled
+        )
+        self._rollouts = RolloutDesk(
+            self._dispatcher,
+            self._record,
+            self._bell,
+            facts=self._facts_for_actors,
+            on_evaluation=self._evaluated,
+            on_announced=self._checkpoints.announced,
+        )
+        self._steps = StepDesk(
+            self._dispatcher,
+            self._rollouts,
+            self._record,
+            self._bell,
+            trained=start.resume.step,
+            forks=start.forks,
+            lineage=start.resume.lineage,
+            waiting=start.waiting,
+            on_trained=self._trained,
+            save_now=self._checkpoints.due,
+            wants_version=self._wants_version,
+            steps_at_once=config.preprocess.processes,
+        )
+        self._desk_calls = {**self._rollouts.handlers(), **self._steps.handlers(), **self._checkpoints.handlers()}
 
     async def serve(self, host: str) -> str:
         """Open the control plane and say where it is."""
@@ -152,6 +162,7 @@ class Orchestrator:
     async def lead(self) -> Outcome:
         """Through all phases to the end; returns once all nodes have ended their children, or their time is up."""
         background = [
+            asyncio.create_task(self._check_start(), name="the check of the checkpoint"),
             asyncio.create_task(self._watch_silence(), name="the watch over silent processes"),
             asyncio.create_task(self._watch_stop_file(), name="the watch for the STOP file"),
             asyncio.create_task(self._journal.feed_tensorboard(), name="TensorBoard's sink"),
@@ -172,6 +183,8 @@ class Orchestrator:
     async def _through_phases(self) -> None:
         control = self._config.control
         expected = {(child.role, child.index) for child in self._plan.children}
+        if not await self._causes.wait(self._checked.is_set, control.wait_s, lambda: "the checkpoint's files to be checked"):
+            return
         if await self._causes.wait(lambda: expected <= self._joined_keys(), control.start_s, lambda: self._missing(expected)):
             self._updater.begin()
             if not self._config.run.replay:
@@ -187,6 +200,33 @@ class Orchestrator:
                 self._rollouts.open = True
                 self._bell.ring()
                 await self._run_steps()
+
+    async def _check_start(self) -> None:
+        """Read the checkpoint while the processes of the run start. None of it, and nothing that depends on it, has been used
+        where it turns out damaged: the attempt then begins at an older one."""
+        if self._checked.is_set():
+            return
+        start = await asyncio.to_thread(checked_start, self._run, self._config, self._start, self._check_given_up)
+        if self._check_given_up.is_set():
+            return
+        if start is not self._start:
+            self._begin_at(start)
+            await asyncio.to_thread(publish_plan, self._run, self._plan, start)
+        self._checked.set()
+        self._bell.ring()
+
+    def _once_checked(self, name: str) -> Handler:
+        """The call to a desk that is held until it is certain where the attempt starts."""
+
+        async def call(member: Member, body: Mapping[str, Any]) -> Answer:
+            await self._checked.wait()
+            return await self._desk_calls[name](member, body)
+
+        return call
+
+    async def _resume(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        await self._checked.wait()
+        return {"checkpoint": self._start.resume.checkpoint}
 
     async def _run_steps(self) -> None:
         """Until the trainer has finished; a step or some groups have to end within the deadline of a wait."""
@@ -219,6 +259,7 @@ class Orchestrator:
 
     async def _end(self) -> None:
         """Tell everyone to stop; failed runs end at once, good ones give their children time."""
+        self._check_given_up.set()
         if self._causes:
             await asyncio.sleep(GATHER_CAUSES_S)
         self._rollouts.ended = self._replicas.ended = True
@@ -309,7 +350,8 @@ class Orchestrator:
         while True:
             asleep = time.monotonic()
             await asyncio.sleep(control.heartbeat_s)
-            await self._rollouts.expire()
+            if self._checked.is_set():
+                await self._rollouts.expire()
             self._look_after_samplers()
             if time.monotonic() - asleep > control.heartbeat_s + LATE_S:
                 log.warning("the orchestrator was held up for %.1f s", time.monotonic() - asleep - control.heartbeat_s)
@@ -326,6 +368,7 @@ class Orchestrator:
 
     async def _watch_stop_file(self) -> None:
         """control/STOP ends the run after the step in hand."""
+        await self._checked.wait()
         while not self._steps.finishing:
             await asyncio.sleep(self._config.control.heartbeat_s)
             if await asyncio.to_thread(os.path.exists, self._run.stop):

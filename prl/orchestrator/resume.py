@@ -2,8 +2,9 @@
 
 import logging
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from prl.config.schema import Config
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.events import EventKind, LedgerEvent
 from prl.flow.ids import RolloutId
-from prl.orchestrator.binding import Resume
+from prl.orchestrator.binding import Plan, Resume
 from prl.orchestrator.replay import replayed_steps
 from prl.orchestrator.steps import StepEntry
-from prl.runfolder.manifest import newest_manifest
+from prl.runfolder.manifest import ManifestError, check_parts, newest_manifest, read_manifest
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.plan import PlanError, read_plan
+from prl.runfolder.publish import publish_json
 from prl.runfolder.reclaim import move_aside
 from prl.streams.files import StreamError, StreamFile
 from prl.streams.ledger import ledger_events, read_ledger
@@ -44,11 +46,13 @@ class Start:
     refused: Sequence[str] = ()  # newer checkpoints and step files that are damaged or foreign, and how
 
 
-def find_start(run: RunFolder, config: Config) -> Start:
+def find_start(run: RunFolder, config: Config, *, parts: bool = True, lineage: int | None = None) -> Start:
     """Where the newest whole checkpoint, if there is one, and what lies behind it lead. Checkpoints that are damaged are passed
-    over with a word. Raises ResumeError where none is whole, or the files do not fit together."""
+    over with a word. Without `parts` only the sizes of a checkpoint's files are looked at, and `checked_start` has to follow.
+    `lineage` is the attempt's, where it has one already. Raises ResumeError where none is whole, or the files do not fit
+    together."""
     settings = dispatcher_settings(config)
-    manifest, refused = newest_manifest(run, parts=True)
+    manifest, refused = newest_manifest(run, parts=parts)
     for words in refused:
         log.error("%s", words)
     _check_ledgers(run)
@@ -72,7 +76,7 @@ def find_start(run: RunFolder, config: Config) -> Start:
             f"{path}: its state and the ledger in {run.ledgers} do not fit together ({type(error).__name__}: {error}): they "
             f"were written by another version of prl, or belong to different runs; submit the run anew"
         ) from error
-    lineage = _last_lineage(run) + 1
+    lineage = _last_lineage(run) + 1 if lineage is None else lineage
     forks = dict(manifest.forks)
     forks |= dict.fromkeys(range(manifest.lineage + 1, lineage + 1), step)  # also of attempts that left nothing
     told: list[str] = []
@@ -88,6 +92,28 @@ def find_start(run: RunFolder, config: Config) -> Start:
     events += dispatcher.reissue_outstanding("attempt ended", keep)
     resume = Resume(step, lineage, str(path.parent))
     return Start(resume, forks, dispatcher, waiting, manifest.evaluations_reached, events, [*refused, *told])
+
+
+def checked_start(run: RunFolder, config: Config, start: Start, given_up: threading.Event) -> Start:
+    """The same start, now that every byte of its checkpoint was read and is what was written; or another one of this attempt,
+    from an older checkpoint that is whole. Once `given_up` is set, the answer means nothing. Raises ResumeError."""
+    if start.resume.checkpoint is None:
+        return start
+    path = run.manifest(start.resume.step)
+    try:
+        check_parts(path, read_manifest(path), given_up=given_up)
+        return start
+    except ManifestError:
+        if given_up.is_set():
+            return start
+        older = find_start(run, config, lineage=start.resume.lineage)
+        told = [words for words in start.refused if words not in older.refused]  # of step files that were set aside at once
+        return replace(older, refused=[*older.refused, *told])
+
+
+def publish_plan(run: RunFolder, plan: Plan, start: Start) -> None:
+    facts = {"lineage": start.resume.lineage, "forks": start.forks, "refused": start.refused}
+    publish_json(run.plan(plan.attempt), {**plan.to_json(), **facts})
 
 
 def dispatcher_settings(config: Config) -> DispatcherSettings:

@@ -42,7 +42,7 @@ def run(child: Child, client: ThreadedClient) -> None:
     channel = Channel(timeout_s)
     leader = dist.get_rank() == 0
 
-    engine, step = _start_engine(child)
+    engine, step = _start_engine(child, client)
     client.join({})
     weights = WeightsOut(
         engine,
@@ -64,25 +64,30 @@ def run(child: Child, client: ThreadedClient) -> None:
     stop_groups()
 
 
-def _start_engine(child: Child) -> tuple[Engine, int]:
-    """Model and optimizer, fresh or from the checkpoint that the agent names, with the reference, and the version they are."""
+def _start_engine(child: Child, client: ThreadedClient) -> tuple[Engine, int]:
+    """Model and optimizer, fresh or from the checkpoint that the orchestrator names, with the reference, and the version they
+    are."""
     config = child.config
     options = replace(config.train, schedule_steps=config.train.schedule_steps or config.run.steps)
     model = read_model_config(child.run.model)
     chunks = build_model(model, options)
-    resume = os.environ.get("PRL_RESUME")
+    resumes = "PRL_RESUME" in os.environ
 
     def initial_weights() -> Iterator[tuple[str, Sliced]]:
         drawn = config.model.init == "random"
         return random_weights(model, config.run.seed) if drawn else read_weights(child.run.model, model)
 
-    if resume:
+    if resumes:
         _clear(chunks)
     else:
         load_weights(chunks, model, initial_weights())
     reference = build_reference(model, options, initial_weights()) if options.reference == "initial" else None
     engine = build_engine(chunks, model, options, reference)
-    return engine, load_checkpoint(engine, Path(resume)) if resume else 0
+    if not resumes:
+        return engine, 0
+    # Answered once all of its files have been checked, which goes on since before this process began.
+    answer = client.call("resume", {}, deadline_s=config.control.wait_s, reason="the checkpoint to go on from")
+    return engine, load_checkpoint(engine, Path(answer["checkpoint"]))
 
 
 def _clear(chunks: Sequence[torch.nn.Module]) -> None:

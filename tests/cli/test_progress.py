@@ -126,6 +126,26 @@ def test_checkpoints_that_were_passed_over_are_told_and_the_first_request_is_no_
     assert out.getvalue() == "warning: checkpoint step_000010 is damaged\nstep 0/100  seeding\n"
 
 
+def test_a_checkpoint_that_is_passed_over_while_the_run_starts_is_told_once(run):
+    """Its files are checked while the processes start; by the end of that the plan says what is."""
+    (run.attempt(1) / "exit.json").write_text(json.dumps({"outcome": "done", "cause": "", "code": 0}))
+    out = io.StringIO()
+    with MetricsWriter(run.metrics, "orchestrator", 0, 1) as writer:
+
+        def plan(*refused, step):
+            run.plan(1).write_text(json.dumps({"lineage": 1, "forks": {"1": step}, "refused": refused}))
+
+        def seed():
+            plan("30 is damaged", "20 is damaged", step=10)
+            writer.write({}, kind=names.PHASE, labels={"name": "seeding"})
+            writer.flush()
+
+        played(run, out, lambda: plan("30 is damaged", step=20), lambda: None, seed, lambda: plan("another", step=10))
+    warnings = [line for line in out.getvalue().splitlines() if line.startswith("warning")]
+    assert warnings == ["warning: 30 is damaged", "warning: 20 is damaged"]
+    assert out.getvalue().endswith("step 10/100  seeding\n")
+
+
 def test_a_resumed_run_begins_at_its_checkpoint(run):
     """At the newest, until its plan names the one that it goes on from."""
     for step in (40, 50):

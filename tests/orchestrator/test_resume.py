@@ -1,5 +1,6 @@
 """Where an attempt starts, from real ledgers, step files and manifests; no process runs."""
 
+import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -8,15 +9,21 @@ import numpy as np
 import pytest
 
 from prl.config.schema import Config
+from prl.control.client import ControlClient
+from prl.control.token import create_token
 from prl.domains.options import DomainOptions
 from prl.flow.dispatcher import Dispatcher
 from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
+from prl.orchestrator.binding import Plan
+from prl.orchestrator.children import ChildPlan
+from prl.orchestrator.main import Orchestrator
 from prl.orchestrator.options import RunOptions
-from prl.orchestrator.resume import ResumeError, dispatcher_settings, find_start
+from prl.orchestrator.resume import ResumeError, dispatcher_settings, find_start, publish_plan
 from prl.runfolder.manifest import Manifest, part_of, read_manifest, write_manifest
 from prl.runfolder.model import write_model_folder
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.plan import read_plan
 from prl.streams.ledger import LedgerWriter
 from prl.streams.records import MicroBatch, StepFacts
 from prl.streams.steps import find_steps, write_step
@@ -259,6 +266,71 @@ def test_without_a_whole_checkpoint_the_resume_fails_and_names_all(tmp_path):
         flip(first.run.checkpoint(step) / "trainer/__0_0.distcp", 0)
     with pytest.raises(ResumeError, match=r"no checkpoint is whole.*step_000002 is damaged.*step_000001 is damaged"):
         find_start(first.run, CONFIG)
+
+
+def second_attempt(run):
+    """Of one trainer, which asks where to begin, and for step 2, before anything of the checkpoint has been read. Gives the
+    answers, if it got any, and how the attempt ended: it is cancelled once it has told the trainer."""
+
+    async def main():
+        run.attempt(2).mkdir()
+        start = find_start(run, CONFIG, parts=False)
+        plan = Plan(2, (), (ChildPlan("trainer", 0, 0, (), {}),), 1)
+        publish_plan(run, plan, start)
+        orchestrator = Orchestrator(run, CONFIG, plan, start, create_token(run.token))
+        url = await orchestrator.serve("127.0.0.1")
+        async with ControlClient(url, run.token.read_text(), "trainer", 0, CONFIG.control) as trainer:
+
+            def ask(name, body):
+                return asyncio.create_task(trainer.call(name, body, deadline_s=30, reason="test"))
+
+            asked = [ask("resume", {}), ask("next_step", {"step": 2})]
+            done, _ = await asyncio.wait(asked, timeout=0.3)
+            assert not done
+            leading = asyncio.create_task(orchestrator.lead())
+            told = asyncio.create_task(asyncio.wait(asked))
+            await asyncio.wait([leading, told], return_when="FIRST_COMPLETED")
+            answers = [task.result() for task in asked if task.done()]
+            orchestrator.cancel("enough")
+            outcome = await leading
+            for task in (*asked, told):
+                task.cancel()
+            await asyncio.gather(*asked, told, return_exceptions=True)
+            return answers, outcome.cause
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_nothing_is_told_before_the_checkpoint_is_checked_and_a_damaged_one_is_passed_over(tmp_path, damaged):
+    run = two_checkpoints(tmp_path).run
+    if damaged:
+        flip(run.checkpoint(2) / "trainer/__0_0.distcp", 3)
+    (resume, step_2), cause = second_attempt(run)
+    assert cause == "enough"
+    plan = read_plan(run.plan(2))
+    assert resume == {"checkpoint": str(run.checkpoint(1 if damaged else 2))}
+    assert plan.lineage == 1
+    assert plan.forks == {1: 1 if damaged else 2}
+    if damaged:
+        assert step_2["file"]["step"] == 2  # trained again from its file
+        (words,) = plan.refused
+        assert words.startswith("checkpoint step_000002 is damaged and was passed over: ")
+        assert "__0_0.distcp: its content is not what was written" in words
+    else:
+        assert step_2["file"] is None
+        assert plan.refused == ()
+
+
+def test_an_attempt_without_a_whole_checkpoint_ends_with_the_names_of_all(tmp_path):
+    run = two_checkpoints(tmp_path).run
+    for step in (1, 2):
+        flip(run.checkpoint(step) / "trainer/__0_0.distcp", 3)
+    answers, cause = second_attempt(run)
+    assert answers == []
+    assert "no checkpoint is whole" in cause
+    assert "step_000002 is damaged" in cause
+    assert "step_000001 is damaged" in cause
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"lineage": 1}', '{"lineage": [], "forks": {}, "refused": []}'])

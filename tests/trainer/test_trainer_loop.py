@@ -185,6 +185,9 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         assert sorted(body["parts"], key=lambda part: part["path"]) == [asdict(part_of(folder, path)) for path in found]
         return {"saved": True}
 
+    async def resume(member, body):
+        return {"checkpoint": str(run.folder.checkpoint(2))}
+
     async def exported(member, body):
         run.exported.append(body["step"])
         return {}
@@ -198,6 +201,7 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         "trained": trained,
         "checkpoint": checkpoint,
         "exported": exported,
+        "resume": resume,
     }
     server = ControlServer(
         run.folder.token.read_text(),
@@ -266,7 +270,7 @@ def test_a_resumed_run_goes_on_as_before_and_another_runs_step_file_ends_it(run)
     run.versions.clear()
     run.stop_after = 9
     run.files[4] = step_file(run.folder, 4, "another")
-    environment = {"PRL_RESUME": str(run.folder.checkpoint(2)), "PRL_LINEAGE": "1"}
+    environment = {"PRL_RESUME": "1", "PRL_LINEAGE": "1"}
     assert asyncio.run(start_and_serve(run, environment)) == [1, 1]
 
     assert list(run.versions) == ["1:2", "1:3"]

@@ -130,7 +130,11 @@ async def attempt(
     async def nothing(member, body):
         return {"epoch": 0, "world_size": 1, "send": False}
 
+    async def resume(member, body):
+        return {"checkpoint": str(run.folder.checkpoint(max(run.saved)))}
+
     handlers = {
+        "resume": resume,
         "offer_version": nothing,
         "next_step": next_step,
         "trained": trained,
@@ -152,7 +156,7 @@ async def attempt(
         "PRL_HOST": "127.0.0.1",
     }
     if run.saved:
-        environment["PRL_RESUME"] = str(run.folder.checkpoint(max(run.saved)))
+        environment["PRL_RESUME"] = "1"
     port = free_port()
     try:
         for rank in range(RANKS):

@@ -256,14 +256,14 @@ def resume() -> None:
     batch: MicroBatch = microbatch(np.full(4, 16), engine.config.vocabulary)
     train_step(engine, [batch], facts_of(batch, 1))
     channel = Channel(120.0)
-    with tempfile.TemporaryDirectory(dir=".") as name:  # /tmp may be in memory
+    with tempfile.TemporaryDirectory() as name:  # TMPDIR has to lie on a disk
         folder = Path(name)
         parts = finish_save(begin_save(engine, channel, folder, 1), channel, 600.0)
         files = [folder / part.path for part in parts]
         del engine
         best = {}
         for cold in [True, False] * RESUME_TRIES:
-            for what in ("load", "read", "copy"):
+            for what in ("load", "read", "read", "copy"):  # what follows a load finds the kernel's memory in small pieces
                 gc.collect()
                 engine = engine_of(DEEP, OPTIONS) if what == "load" else None
                 if cold:
