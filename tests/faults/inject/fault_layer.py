@@ -26,7 +26,10 @@ from pathlib import Path
 
 WRITES = ("create", "write", "fsync", "rename", "unlink", "mkdir")
 LOOKS = ("read", "open", "list", "stat")
-HELPERS = ("prl.runfolder.publish", "prl.runfolder.paths", "prl.streams.files", "prl.streams.reader", "prl.trainer.hf_folder")
+HELPERS = (
+    *("prl.config.plain_files", "prl.runfolder.publish", "prl.runfolder.paths", "prl.streams.files", "prl.streams.reader"),
+    "prl.trainer.hf_folder",
+)
 _REPLACED = {  # function of os to the one of the layer that stands for it
     **{name: name for name in ("open", "write", "fsync", "close", "rename", "unlink", "mkdir", "listdir", "scandir", "stat")},
     "writev": "writev",
