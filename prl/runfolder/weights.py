@@ -21,6 +21,7 @@ from typing import Any
 
 import xxhash
 
+from prl.config.plain_files import read_plain
 from prl.flow.versions import Version
 from prl.runfolder.publish import publish_json, sync_folder
 
@@ -176,7 +177,7 @@ def _read_new(path: Path, wait_s: float) -> bytes:
     while True:
         try:
             os.listdir(path.parent.parent)
-            return path.read_bytes()
+            return read_plain(path)
         except OSError as error:
             if error.errno not in _NOT_YET_VISIBLE or time.monotonic() + pause_s > end:
                 raise

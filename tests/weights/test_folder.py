@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import threading
 from pathlib import Path
 
@@ -136,9 +137,20 @@ def flip(path: Path, at: int) -> None:
         (lambda folder: flip(folder / "manifest.json", 20), "manifest.json: does not fit its own checksum"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json: is no manifest of a version"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: cannot be read within 0 s: No such file"),
+        (lambda folder: as_pipe(folder / "manifest.json"), "manifest.json: cannot be read within 0 s: is no regular file"),
         (lambda folder: folder.rename(folder.with_name("1_11")), "manifest.json: cannot be read within 0 s: No such file"),
     ],
-    ids=["missing", "torn", "damaged", "damaged header", "manifest changed", "manifest torn", "manifest missing", "no folder"],
+    ids=[
+        "missing",
+        "torn",
+        "damaged",
+        "damaged header",
+        "manifest changed",
+        "manifest torn",
+        "manifest missing",
+        "manifest a pipe",
+        "no folder",
+    ],
 )
 def test_a_file_that_is_not_what_was_written_is_refused_by_its_name(tmp_path, damage, words):
     write_version(tmp_path, VERSION, specs(tensors()))
@@ -146,6 +158,11 @@ def test_a_file_that_is_not_what_was_written_is_refused_by_its_name(tmp_path, da
     said = read_error(tmp_path)
     assert words in said
     assert str(tmp_path / "1_12") in said
+
+
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 def truncate(path: Path) -> None:
