@@ -324,6 +324,8 @@ def _parts(config: Config) -> Iterator[str]:
         yield (
             "streams.keep = all: Redis keeps no rollout that is done with; set streams.backend: folder, or streams.keep: needed"
         )
+    if config.weights.delta and config.weights.transport == "lanes":
+        yield ("weights.delta = true: lanes send all values of each version; set weights.transport: gather, or false here")
     if control.lost_after_s <= control.heartbeat_s:
         yield (
             f"control.lost_after_s = {control.lost_after_s}: every process would count as lost between two heartbeats "

@@ -175,8 +175,10 @@ def microbatch_tokens(config: Config) -> int:
 
 
 def gathered_bytes(config: Config, model: ModelConfig) -> int:
-    """Of the whole model on its way to the samplers; nothing where it is a rank's own parameters."""
+    """Of the whole model on its way to the samplers; nothing where ranks send their own parameters."""
     layout = layout_of(config.train)
+    if config.weights.transport == "lanes":
+        return 0
     if layout.tensor * layout.pipeline * layout.expert == 1 and config.train.dtype == config.sample.dtype:
         return 0
     return _version_bytes(config, model)
@@ -204,20 +206,29 @@ def describe_weights(model: ModelConfig, config: Config) -> str:
     """What a version of the weights takes on its way to the samplers, in memory and on disk, in a line or two."""
     version = _version_bytes(config, model)
     ranks = config.sample.tensor_parallel
-    if config.weights.transport == "filesystem":
-        staged, when = version // ranks, "while each version is written"
-    else:
-        staged, when = version, "while a sampler that came back is given its weights by another one"
+    when = "while a sampler that came back is given its weights by another one"
+    staged, otherwise = version // ranks, ""
+    match config.weights.transport:
+        case "filesystem":
+            when = "while each version is written"
+        case "lanes":
+            buckets = size_in_words(min(2 * config.weights.bucket_mib * 2**20, version))
+            otherwise = (
+                f"\n    each trainer rank and each worker takes up to {buckets} of buffers besides; where no lanes can be "
+                f"built and\n    files are used, the first trainer rank gathers the whole version"
+            )
+        case "gather":
+            staged = version
     more = "more at all times" if _tells_deltas(config) else "more while one arrives"
     return (
         f"  a version of the weights has {size_in_words(version)}: a sampler's worker holds {size_in_words(staged)} {more}; "
         f"weights/ in the run\n    folder needs up to {size_in_words(2 * version)} of disk {when}, and whoever "
-        f"writes {size_in_words(min(version, _GIB))} of the host's memory"
+        f"writes {size_in_words(min(version, _GIB))} of the host's memory{otherwise}"
     )
 
 
 def _tells_deltas(config: Config) -> bool:
-    return config.weights.delta and config.weights.transport != "filesystem"
+    return config.weights.delta and config.weights.transport == "gather"
 
 
 def _version_bytes(config: Config, model: ModelConfig) -> int:

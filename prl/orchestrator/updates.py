@@ -8,21 +8,22 @@ A sampler that dies, stands still or does not answer in time is fenced: whatever
 that breaks the transfer, everyone leaves the group, another one is built and the version is sent again: at once where the
 trainer is still at it, with its next version otherwise, or as soon as it has nothing else to do.
 
-By files the trainer writes a version first, and the samplers are asked to read it then; all else is the same.
+By lanes every trainer rank sends, and every worker reports the digest of its own part. By files the trainer writes a version
+first, and the samplers are asked to read it then. All else is the same.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from prl.flow.versions import Version
 from prl.metrics import names
 from prl.orchestrator.replicas import Replica, ReplicaDesk
 from prl.orchestrator.sampler_calls import Refused, SamplerCalls
-from prl.runfolder.weights import MODULUS
+from prl.orchestrator.update import Update
 from prl.weights.options import WeightsOptions
 
 POLL_S = 5.0  # the trainer asks again after so long whether the group it sends over is broken
@@ -33,58 +34,6 @@ log = logging.getLogger(__name__)
 
 class UpdateError(Exception):
     """A version did not reach the samplers, and the run cannot go on; says why."""
-
-
-@dataclass(eq=False)
-class Update:
-    """A version that is under way to a group."""
-
-    version: Version
-    epoch: int
-    replicas: tuple[Replica, ...]
-    armed_s: float
-    by_files: bool = False
-    tensors: Sequence[Any] = ()  # what the version consists of, as on the wire
-    refused: dict[int, str] = field(default_factory=dict)  # by files: replica -> why it could not read them
-    staged: dict[tuple[int, int], str] = field(default_factory=dict)  # (replica, worker) -> digest
-    receive_s: float = 0.0
-    digest: str | None = None  # of what the trainer sent, once it has
-    sent_s: float = 0.0  # when
-    send_s: float = 0.0
-    sent_bytes: int = 0
-    changed_share: float | None = None  # of the values, where only those were sent
-    failed: str = ""  # why not everyone has it or will get it: another group is needed
-
-    @property
-    def alive(self) -> list[Replica]:
-        return [replica for replica in self.replicas if not replica.gone.is_set()]
-
-    @property
-    def crippled(self) -> bool:
-        """Whether some of the group are gone."""
-        return len(self.alive) < len(self.replicas)
-
-    def missing(self, replica: Replica) -> list[int]:
-        """Its workers that have not reported and still may."""
-        if replica.index in self.refused:
-            return []
-        return [worker for worker in range(replica.workers) if (replica.index, worker) not in self.staged]
-
-    def arrived(self) -> bool:
-        return self.digest is not None and not any(self.missing(replica) for replica in self.alive)
-
-    def broken(self) -> str:
-        """Why the trainer need not go on sending; nothing where it has to. Files do not break where somebody leaves."""
-        if self.failed or not self.crippled or self.by_files:
-            return self.failed
-        gone = [replica.name for replica in self.replicas if replica.gone.is_set()]
-        return f"{', '.join(gone)} left the group"
-
-    def held(self, replica: Replica) -> dict[str, str]:
-        """What a replica that has arrived holds: digests of the whole version by who took it. From files each worker reads its
-        own part, and the digests of the parts add up."""
-        digests = {f"worker {worker}": self.staged[replica.index, worker] for worker in range(replica.workers)}
-        return {"of all workers": str(sum(map(int, digests.values())) % MODULUS)} if self.by_files else digests
 
 
 @dataclass(frozen=True)
@@ -159,18 +108,18 @@ class WeightUpdater:
         try:
             while (group := self._desk.group) and time.monotonic() < end:
                 membership = self._desk.membership
-                by_files = self._options.transport == "filesystem" or membership.by_files
-                update = Update(version, membership.epoch, group, time.monotonic(), by_files, body["tensors"])
+                transport = "filesystem" if membership.by_files else self._options.transport
+                what = transport, int(body["senders"]), body["tensors"]
+                update = Update(version, membership.epoch, group, time.monotonic(), *what)
                 self._update = update
                 self._changed.ring()  # whoever seeds a sampler gives that up
-                held = None if by_files or self._connected_epoch != update.epoch else self._held
+                held = None if transport != "gather" or self._connected_epoch != update.epoch else self._held
                 self._held = None  # until this version is committed
-                armed = by_files or await self._arm(update, body)
+                armed = update.by_files or await self._arm(update, body)
                 if armed:
                     self._start(self._finish(update), f"commit {version}")
-                    by = "filesystem" if by_files else "gather"
-                    place = {"epoch": update.epoch, "world_size": _world_size(group)}
-                    return {**place, "send": True, "transport": by, "held": held}
+                    whom = {"world_size": update.world_size, "samplers": [replica.index for replica in group]}
+                    return {"epoch": update.epoch, **whom, "send": True, "transport": transport, "held": held}
         except UpdateError as error:
             self._on_error(error)
             raise ValueError(str(error)) from error
@@ -193,9 +142,7 @@ class WeightUpdater:
         """The trainer has sent everything, and this is the digest of what it sent."""
         update = self._of(body)
         if update is not None:  # else it was given up just before
-            update.send_s, update.sent_bytes = float(body["send_s"]), int(body["bytes"])
-            update.changed_share = body["changed_share"]
-            update.digest, update.sent_s = str(body["digest"]), time.monotonic()
+            update.sent(body, time.monotonic())
             self._changed.ring()
         return {}
 
@@ -205,7 +152,7 @@ class WeightUpdater:
         update = self._of(body)
         if update is not None:
             update.failed = update.failed or f"the trainer could not send version {update.version}: {body['error']}"
-            for replica in _of_ranks(update.replicas, body["missing"]):
+            for replica in update.of_ranks(body["missing"]):
                 self._calls.fence(replica, "late", f"{replica.name} did not come to the group of epoch {epoch}")
             self._changed.ring()
         elif epoch == membership.epoch:
@@ -245,7 +192,7 @@ class WeightUpdater:
     async def _arm(self, update: Update, body: Mapping[str, Any]) -> bool:
         """Whether every replica of the group is armed. Those that are not have been fenced."""
         if self._connected_epoch != update.epoch:
-            places = _places(update, body, self._options.group_s)
+            places = update.places(body, self._options.group_s)
             if len(await self._ask_all(update.replicas, "connect", places, self._options.group_s)) < len(update.replicas):
                 return False
             self._connected_epoch = update.epoch
@@ -344,12 +291,8 @@ class WeightUpdater:
         """The replicas that hold what the trainer sent. Raises UpdateError where none does: then the sender is wrong."""
         wrong = {replica: update.refused[replica.index] for replica in update.alive if replica.index in update.refused}
         for replica in update.alive:
-            for holder, digest in {} if replica in wrong else update.held(replica).items():
-                if digest != update.digest:
-                    wrong[replica] = (
-                        f"{replica.name} {holder} staged other weights than the trainer sent for version "
-                        f"{update.version}: digest {digest}, not {update.digest}"
-                    )
+            if replica not in wrong and (words := update.wrong(replica)):
+                wrong[replica] = words
         holders = [replica for replica in update.alive if replica not in wrong]
         if wrong and not holders:
             raise UpdateError(f"{next(iter(wrong.values()))}; so did all the others, and nothing was committed")
@@ -369,7 +312,7 @@ class WeightUpdater:
         if not answers or update.digest is None:
             return  # all of them are gone
         self._desk.admitted(list(answers))
-        whole = len(answers) == len(update.replicas) and not update.by_files  # by files nobody gets all of it
+        whole = len(answers) == len(update.replicas) and update.transport == "gather"  # else nobody gets all of it
         self._held = update.digest if whole else None
         now = time.monotonic()
         values = {
@@ -390,26 +333,3 @@ class WeightUpdater:
         self.current = Committed(update.version, update.digest, values, update.tensors)
         self._update = None
         self._on_committed(self.current)
-
-
-def _world_size(replicas: Sequence[Replica]) -> int:
-    """Ranks of the transfer group; rank 0 is the trainer."""
-    return 1 + sum(replica.workers for replica in replicas)
-
-
-def _places(update: Update, body: Mapping[str, Any], group_s: float) -> list[dict[str, Any]]:
-    """What each replica needs to join the group."""
-    places, offset = [], 1
-    for replica in update.replicas:
-        place = {"master_address": body["master_address"], "master_port": body["master_port"], "rank_offset": offset}
-        world_size = _world_size(update.replicas)
-        group = {"world_size": world_size, "epoch": update.epoch, "timeout_s": group_s, "facts": body["facts"]}
-        places.append(place | group)
-        offset += replica.workers
-    return places
-
-
-def _of_ranks(replicas: Sequence[Replica], ranks: Sequence[int]) -> list[Replica]:
-    """The replicas to which these ranks of the transfer group belong."""
-    owners = [replica for replica in replicas for _ in range(replica.workers)]
-    return list(dict.fromkeys(owners[rank - 1] for rank in ranks if rank > 0))

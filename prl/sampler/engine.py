@@ -24,13 +24,15 @@ from prl.control.child import Child, child_from_environment, say
 from prl.control.client import ControlClient
 from prl.flow.versions import Version
 from prl.runfolder.weights import StoredError
-from prl.sampler.link import Link
+from prl.sampler.lanes_in import LaneEnd, LanesInfo, check_placements, route_of
+from prl.sampler.link import End, Link
 from prl.sampler.live import LiveWeights
 from prl.sampler.placement import Placement, place
 from prl.weights import digest
 from prl.weights.agreement import Facts, check_agreement, facts
 from prl.weights.folder import Slab, VersionReader, write_pieces
 from prl.weights.group import TransportError
+from prl.weights.lanes import Route
 from prl.weights.plan import TensorSpec, from_json
 from prl.weights.transport import SamplerEnd, Whole, libraries
 
@@ -40,7 +42,7 @@ SHUTDOWN_S = 2.0  # that the transfer group has to end before the process does
 @dataclass(kw_only=True)
 class ConnectInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Where the group of an epoch meets. The trainer's `facts` are compared with ours before, and `tensors`, where given,
-    checked against the model."""
+    checked against the model. With `lanes` it has groups of those."""
 
     master_address: str
     master_port: int
@@ -50,6 +52,7 @@ class ConnectInfo(WeightTransferInitInfo):  # type: ignore[misc]
     timeout_s: float
     facts: dict[str, Any]
     tensors: list[list[Any]] | None = None
+    lanes: dict[str, Any] | None = None
 
 
 @dataclass(kw_only=True)
@@ -90,6 +93,7 @@ class Staged:
     placements: list[Placement]
     digest: int
     share: bool  # the digest is of what this worker counts; those of all workers add up to the version's
+    told: int  # the digest that the orchestrator compares
     whole: Whole | None = None  # with weights.delta: all of it, where it came over the group
 
 
@@ -116,11 +120,15 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
     # What vLLM's worker calls.
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        harmless = check_agreement(Facts.from_json(init_info.facts), self._facts())
+        lanes = None if init_info.lanes is None else LanesInfo.from_json(init_info.lanes)
+        route = None if lanes is None else self._route(lanes)
+        harmless = check_agreement(Facts.from_json(init_info.facts), self._facts(route))
         if harmless:
             say(f"prl: differences from the trainer that do no harm: {harmless}")
         if init_info.tensors is not None:
             self._place(from_json(init_info.tensors))
+        if route is not None:
+            check_placements(route, self.parallel_config.rank, self._place(list(route.plan.tensors)))
         self._begin_staging()
         self._held = None
         if self._link is not None:
@@ -128,8 +136,11 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
 
-        def connect(left: threading.Event) -> SamplerEnd:
+        def connect(left: threading.Event) -> End:
             info = init_info
+            if route is not None and lanes is not None:
+                ours = info.epoch, self._child.index, parallel.rank, info.master_address, info.master_port
+                return LaneEnd(route, lanes, *ours, group_s=info.timeout_s, device=self.device, left=left)
             place = info.master_address, info.master_port, rank, info.world_size, info.epoch, info.timeout_s
             return SamplerEnd(*place, self.device, left)
 
@@ -224,10 +235,14 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             version = Version(info.lineage, info.step)
             if link.end is None:
                 raise TransportError(f"no group for version {version}: {link.no_group}")
+            if isinstance(link.end, LaneEnd):
+                got = link.end.receive(placements, options.update_s)
+                return Staged(version, got.shards, placements, got.counted, share=True, told=got.digest)
             tensors = link.end.receive(specs, info.bucket_bytes, options.update_s, deltas=options.delta, held=held)
             shards = [placement.shard(tensors[placement.spec.name]) for placement in placements]
             whole = Whole(tensors, digest.digest(tensors))
-            return Staged(version, shards, placements, whole.digest, share=False, whole=whole if options.delta else None)
+            kept = whole if options.delta else None
+            return Staged(version, shards, placements, whole.digest, share=False, told=whole.digest, whole=kept)
 
         failed = self._stage(staging, take, {"lineage": info.lineage, "step": info.step, "epoch": info.epoch, "seed": 0})
         if failed and link.end is not None:
@@ -246,7 +261,8 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
                 shards.append(shard)
                 if placement.counted:
                     parts.append(placement.digest_of(shard))
-            return Staged(version, shards, placements, digest.total(parts), share=True)
+            own = digest.total(parts)
+            return Staged(version, shards, placements, own, share=True, told=own)
 
         self._stage(
             staging, take, {"lineage": info.lineage, "step": info.step, "epoch": info.epoch, "seed": info.seed, "share": True}
@@ -258,7 +274,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         failed = ""
         try:
             staged = take()
-            report |= {"digest": str(staged.digest), "receive_s": time.monotonic() - began}
+            report |= {"digest": str(staged.told), "receive_s": time.monotonic() - began}
         except Exception as error:  # whatever it was, the orchestrator must hear of it: it waits for this report
             failed = report["error"] = f"{type(error).__name__}: {error}"
             if staging == self._staging:
@@ -298,9 +314,19 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
                 call, where | body, deadline_s=child.config.weights.update_s, reason=f"reporting a {call} version"
             )
 
-    def _facts(self) -> Facts:
+    def _route(self, lanes: LanesInfo) -> Route:
+        parallel, workers = self.parallel_config, self._child.config.sample.tensor_parallel
+        if parallel.world_size != workers or parallel.data_parallel_size > 1:
+            raise ValueError("lanes lead to samplers that are tensor-parallel and nothing else: set weights.transport: gather")
+        return route_of(self._child, lanes.trainer_ranks, self._dtype)
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.model_config.dtype).removeprefix("torch.")
+
+    def _facts(self, route: Route | None) -> Facts:
         """Each from where this worker has it, not from the trainer."""
-        child, dtype = self._child, str(self.model_config.dtype).removeprefix("torch.")
+        child, dtype = self._child, self._dtype
         shapes = tensor_shapes(read_model_config(child.run.model))
         return facts(
             f"sampler {child.index}, worker {self.parallel_config.rank},",
@@ -310,6 +336,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             tensors=[TensorSpec(name, dtype, shape) for name, shape in shapes.items()],
             bucket_bytes=child.config.weights.bucket_mib * 2**20,
             environment=os.environ,
+            plan="" if route is None else route.plan.digest(),
         )
 
     def _place(self, specs: list[TensorSpec]) -> list[Placement]:

@@ -5,18 +5,21 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from prl.sampler.lanes_in import LaneEnd
 from prl.weights.group import TransportError
 from prl.weights.transport import SamplerEnd
+
+End = SamplerEnd | LaneEnd
 
 
 class Link:
     """A thread joins the group and then does one job after the other in it, until the link is left: nobody waits for what it
     is at then, for that may last as long as a deadline."""
 
-    def __init__(self, epoch: int, connect: Callable[[threading.Event], SamplerEnd]) -> None:
+    def __init__(self, epoch: int, connect: Callable[[threading.Event], End]) -> None:
         """`connect` is given the event that is set when the link is left."""
         self.epoch = epoch
-        self.end: SamplerEnd | None = None
+        self.end: End | None = None
         self.no_group = f"the group of epoch {epoch} was not built"  # why there is none, where there is none
         self._left = threading.Event()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -44,7 +47,7 @@ class Link:
         if end is not None:
             end.close()
 
-    def _work(self, connect: Callable[[threading.Event], SamplerEnd]) -> None:
+    def _work(self, connect: Callable[[threading.Event], End]) -> None:
         """What a job failed at shows with the next receive, whose report the orchestrator waits for."""
         job: Callable[[], None] = lambda: self._connect(connect)  # noqa: E731 (the first of the jobs)
         while not self.left:
@@ -60,5 +63,5 @@ class Link:
         except Exception:
             traceback.print_exc()
 
-    def _connect(self, connect: Callable[[threading.Event], SamplerEnd]) -> None:
+    def _connect(self, connect: Callable[[threading.Event], End]) -> None:
         self.end = connect(self._left)

@@ -31,11 +31,12 @@ def add_routes(app: Starlette, replica: Replica, direct: Iterable[str]) -> None:
     """`direct`: paths that are answered before the application is asked; for the list of routes alone."""
 
     async def connect(request: Request) -> Response:
-        """{master_address, master_port, rank_offset, world_size, epoch, timeout_s, facts, tensors?}: join the transfer group
-        of an epoch, in a thread. 400 where the trainer's `facts` (prl/weights/agreement.py) and ours do not go together, or
-        `tensors` are given and do not fit the model."""
+        """{master_address, master_port, rank_offset, world_size, epoch, timeout_s, facts, tensors?, lanes?}: join the transfer
+        group of an epoch, or with `lanes` ({trainer_ranks, samplers}) its groups of those, in a thread. 400 where the trainer's
+        `facts` (prl/weights/agreement.py) and ours do not go together, `tensors` are given and do not fit the model, or lanes
+        cannot lead to this sampler."""
         body = await _body(request, _CONNECT)
-        await replica.connect(_checked(body, _CONNECT) | {key: body[key] for key in ("tensors",) if key in body})
+        await replica.connect(_checked(body, _CONNECT) | {key: body[key] for key in ("tensors", "lanes") if key in body})
         return JSONResponse({})
 
     async def receive(request: Request) -> Response:

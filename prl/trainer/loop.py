@@ -51,6 +51,7 @@ def run(child: Child, client: ThreadedClient) -> None:
         host=child.host,
         lineage=int(os.environ.get("PRL_LINEAGE", "0")),
         dtype=config.sample.dtype,
+        workers=config.sample.tensor_parallel,
         options=config.weights,
         folder=child.run.weights,
         start_s=config.control.start_s,
@@ -60,6 +61,7 @@ def run(child: Child, client: ThreadedClient) -> None:
     step = _train(child, client, engine, channel, weights, saver, step)
     saver.finish(step)
     _export(child, client, engine, step)
+    weights.close()
     channel.barrier()
     stop_groups()
 

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from prl.flow.versions import Version
 from prl.metrics import names
 from prl.trainer import device
 from prl.trainer.engine import Engine
+from prl.trainer.lanes_out import LanesOut, failures
 from prl.trainer.mapping import export_weights
 from prl.trainer.model import DTYPES
 from prl.trainer.parallel import Channel, shares_weights
 from prl.weights.agreement import Facts, facts
 from prl.weights.folder import write_version
 from prl.weights.group import TransportError
+from prl.weights.lanes import lane_digests, version_digest
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, to_json
 from prl.weights.transport import SendReport, TrainerEnd, libraries
@@ -32,8 +34,8 @@ POLL_S = 10.0  # deadline of that question; the orchestrator answers sooner
 
 
 class WeightsOut:
-    """One on every trainer rank. Rank 0 speaks with the orchestrator and sends; the ranks that hold the
-    rest of the model gather the tensors with it; the others only hear of it."""
+    """One on every trainer rank. Rank 0 speaks with the orchestrator. By lanes each rank sends its own part; otherwise rank 0
+    sends or writes whole tensors, which the ranks that hold the rest of the model gather with it."""
 
     def __init__(
         self,
@@ -44,13 +46,14 @@ class WeightsOut:
         host: str,
         lineage: int,
         dtype: str,
+        workers: int,
         options: WeightsOptions,
         folder: Path,
         start_s: float,
     ) -> None:
-        """`client` on rank 0 alone. `dtype` is the samplers', so that both ends take the digest of the same bits. `folder` is
-        for versions that go by files. `start_s` is added to the deadline of the first version, which may have to wait until the
-        samplers are up."""
+        """`client` on rank 0 alone. `dtype` is the samplers', so that both ends take the digest of the same bits; `workers` is
+        their tensor parallelism. `folder` is for versions that go by files. `start_s` is added to the deadline of the first
+        version, which may have to wait until the samplers are up."""
         self._engine = engine
         self._client = client
         self._channel = channel
@@ -60,6 +63,7 @@ class WeightsOut:
         self._folder = folder
         self._extra_s = start_s
         self._specs = [TensorSpec(name, dtype, shape) for name, shape in tensor_shapes(engine.config).items()]
+        self._lanes = LanesOut(engine, options, workers, dtype) if options.transport == "lanes" else None
         self._facts = self._own_facts()
         self._end = TrainerEnd(host, options, device.device()) if client is not None else None
         self._epoch = -1
@@ -71,25 +75,45 @@ class WeightsOut:
         what it took as metrics. Where the transfer fails, a group that the orchestrator has built anew gets the version again,
         as long as the deadlines of one transfer have not passed; then training goes on without."""
         started = time.monotonic()
-        client = self._client
-        if client is None:
-            if self._channel.broadcast(None)["send"] and self._shares_weights:
-                for _ in export_weights(self._engine.chunks, self._engine.config, self._dtype):
-                    pass  # the gathering is the point
-            return {names.SEND_S: time.monotonic() - started}
-
-        answer = self._offer(client, step)
-        self._channel.broadcast({"send": bool(answer["send"])})
-        if answer["send"]:
-            tensors = dict(export_weights(self._engine.chunks, self._engine.config, self._dtype))
-            end = time.monotonic() + self._options.group_s + self._options.update_s
-            while answer["send"] and not self._send(client, step, answer, tensors) and time.monotonic() < end:
-                answer = self._offer(client, step)
+        tensors: Mapping[str, torch.Tensor] | None = None  # whole ones, once they have been gathered
+        order = self._ordered(step, offers=True)
+        end = time.monotonic() + self._options.group_s + self._options.update_s
+        while order["send"]:
+            if order["transport"] == "lanes":
+                sent = self._send_lanes(step, order)
+            else:
+                tensors = self._gathered() if tensors is None else tensors
+                sent = self._send_whole(step, order, tensors)
+            order = self._ordered(step, offers=not sent and time.monotonic() < end)
         return {names.SEND_S: time.monotonic() - started}
+
+    def close(self) -> None:
+        """Leave the groups. Rank 0, which has their store, must not end before the others have left."""
+        if self._lanes is not None:
+            self._lanes.close()
+        if self._end is not None:
+            self._end.close()
+
+    def _ordered(self, step: int, *, offers: bool) -> dict[str, Any]:
+        """What all ranks are to do next, in the words of rank 0: what the orchestrator answered to its offer of the version,
+        or, without one, nothing."""
+        order: dict[str, Any] | None = None
+        if self._client is not None:
+            order = self._offer(self._client, step) if offers else {"send": False}
+        return self._channel.broadcast(order)
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """Whole tensors on rank 0, by their names; nothing elsewhere, though other ranks have their part in it."""
+        if not self._shares_weights:
+            return {}
+        leads = self._client is not None
+        tensors = export_weights(self._engine.chunks, self._engine.config, self._dtype)
+        return {name: tensor for name, tensor in tensors if leads}
 
     def _offer(self, client: ThreadedClient, step: int) -> dict[str, Any]:
         assert self._end is not None
         client.progress(f"offering version {step}")
+        meeting = {"master_address": self._end.master_address, "master_port": self._end.master_port}
         answer = client.call(
             "offer_version",
             {
@@ -97,8 +121,8 @@ class WeightsOut:
                 "step": step,
                 "tensors": to_json(self._specs),
                 "bytes": sum(spec.bytes for spec in self._specs),
-                "master_address": self._end.master_address,
-                "master_port": self._end.master_port,
+                **meeting,
+                "senders": 1 if self._lanes is None else self._lanes.plan.trainer_ranks,
                 "epoch": self._epoch,
                 "facts": self._facts.to_json(),
             },
@@ -106,7 +130,7 @@ class WeightsOut:
             reason=f"samplers getting ready for version {step}",
         )
         self._extra_s = 0.0
-        return answer
+        return answer | meeting
 
     def _own_facts(self) -> Facts:
         """What samplers compare with theirs before they join a group."""
@@ -118,33 +142,66 @@ class WeightsOut:
             tensors=self._specs,
             bucket_bytes=self._options.bucket_mib * 2**20,
             environment=os.environ,
+            plan="" if self._lanes is None else self._lanes.plan.digest(),
         )
 
-    def _send(self, client: ThreadedClient, step: int, answer: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
-        """To the group of the answer. False: that failed, and the group is left."""
-        epoch = int(answer["epoch"])
-        anchor_due = step - self._anchor >= self._options.anchor_every_steps
-        held = None if anchor_due or answer["held"] is None else int(answer["held"])
-        which = {"lineage": self._lineage, "step": step, "epoch": epoch}
-        by_files = answer["transport"] == "filesystem"
+    def _send_lanes(self, step: int, order: Mapping[str, Any]) -> bool:
+        """All ranks at once. Whether all have sent their part; false where it failed, and then everyone has left."""
+        assert self._lanes is not None
+        epoch, client = int(order["epoch"]), self._client
+        where = order["master_address"], int(order["master_port"])
+        if client is None:
+            return not failures(self._lanes.send(self._channel, epoch, order["samplers"], *where))
+        which = self._which(step, order)
+        client.progress(f"sending version {step}")
+        with _watched(client, which, self._lanes.leave):
+            parts = self._lanes.send(self._channel, epoch, order["samplers"], *where)
+        failed = failures(parts)
+        if failed:
+            self._unsent(client, which, *failed[0])
+            return False
+        self._epoch = epoch
+        legs = [leg for part in parts for leg in part.legs]
+        report = SendReport(sum(leg.bytes for leg in legs), max(part.transfer_s for part in parts), version_digest(legs))
+        self._sent(client, which, report, [str(digest) for _, digest in sorted(lane_digests(legs).items())])
+        return True
+
+    def _send_whole(self, step: int, order: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Rank 0 alone, to the group of the order or into files. Whether they are sent, as far as this rank knows."""
+        client = self._client
+        if client is None:
+            return True
+        which, by_files = self._which(step, order), order["transport"] == "filesystem"
         client.progress(f"{'writing' if by_files else 'sending'} version {step}")
+        anchor_due = step - self._anchor >= self._options.anchor_every_steps
+        held = None if anchor_due or order["held"] is None else int(order["held"])
         try:
             if by_files:
                 report = self._write(step, tensors)
             else:
-                report = self._transfer(client, which, int(answer["world_size"]), tensors, held)
+                report = self._transfer(client, which, int(order["world_size"]), tensors, held)
         except TransportError as error:
-            self._epoch = -1
-            failure = {**which, "error": str(error), "missing": error.missing}
-            words = f"reporting that version {step} was not sent"
-            client.call("version_unsent", failure, deadline_s=self._options.update_s, reason=words)
+            self._unsent(client, which, str(error), error.missing)
             return False
         if report.changed_share is None:
             self._anchor = step
-        took = {"send_s": report.send_s, "bytes": report.bytes, "changed_share": report.changed_share}
-        sent = {**which, "digest": str(report.digest), **took}
-        client.call("version_sent", sent, deadline_s=self._options.update_s, reason=f"reporting version {step} as sent")
+        self._sent(client, which, report, [])
         return True
+
+    def _which(self, step: int, order: Mapping[str, Any]) -> dict[str, int]:
+        return {"lineage": self._lineage, "step": step, "epoch": int(order["epoch"])}
+
+    def _sent(self, client: ThreadedClient, which: Mapping[str, int], report: SendReport, lanes: Sequence[str]) -> None:
+        took = {"send_s": report.send_s, "bytes": report.bytes, "changed_share": report.changed_share}
+        body = {"digest": str(report.digest), "lanes": lanes, **took}
+        reason = f"reporting version {which['step']} as sent"
+        client.call("version_sent", {**which, **body}, deadline_s=self._options.update_s, reason=reason)
+
+    def _unsent(self, client: ThreadedClient, which: Mapping[str, int], words: str, missing: Sequence[int]) -> None:
+        self._epoch = -1
+        failure = {**which, "error": words, "missing": missing}
+        reason = f"reporting that version {which['step']} was not sent"
+        client.call("version_unsent", failure, deadline_s=self._options.update_s, reason=reason)
 
     def _write(self, step: int, tensors: Mapping[str, torch.Tensor]) -> SendReport:
         """Into files, durable on return. Raises OSError, which ends the run: where nothing can be written no run goes on."""
@@ -162,7 +219,7 @@ class WeightsOut:
         held: int | None,
     ) -> SendReport:
         assert self._end is not None
-        with _watched(client, which, self._end):
+        with _watched(client, which, self._end.leave):
             if which["epoch"] != self._epoch:
                 self._end.join(which["epoch"], world_size)
                 self._epoch = which["epoch"]
@@ -170,8 +227,8 @@ class WeightsOut:
 
 
 @contextmanager
-def _watched(client: ThreadedClient, which: Mapping[str, Any], end: TrainerEnd) -> Iterator[None]:
-    """While this context waits for samplers, leave the group as soon as the orchestrator says that it is broken."""
+def _watched(client: ThreadedClient, which: Mapping[str, Any], leave: Callable[[int], None]) -> Iterator[None]:
+    """While this context waits for samplers, leave the epoch's group as soon as the orchestrator says that it is broken."""
     over = threading.Event()
 
     def watch() -> None:
@@ -182,7 +239,7 @@ def _watched(client: ThreadedClient, which: Mapping[str, Any], end: TrainerEnd) 
             except ControlError:
                 return  # the orchestrator is lost: who waits has a deadline, and learns of it by other calls
             if answer["broken"] and not over.is_set():
-                end.leave(which["epoch"])
+                leave(which["epoch"])
                 return
 
     threading.Thread(target=watch, name="watch the transfer", daemon=True).start()

@@ -35,6 +35,7 @@ _ADVICE: Mapping[str, str] = {
     "library": "give both components accelerators, or neither",
     "dtype": _START,
     "tensors": "see that all nodes read the same model folder and the same code",
+    "plan": "see that all nodes read the same model folder, the same configuration and the same code",
     "bucket_bytes": _START,
 }
 
@@ -82,12 +83,15 @@ def facts(
     tensors: Sequence[TensorSpec],
     bucket_bytes: int,
     environment: Mapping[str, str],
+    plan: str = "",
 ) -> Facts:
     """`libraries`: torch and the library that carries the weights, with their versions; `dtype` as torch calls it, without
-    "torch."; `tensors`: what a version consists of, in the order of the wire."""
+    "torch."; `tensors`: what a version consists of, in the order of the wire; `plan`: the digest of who sends what to whom,
+    where versions go by lanes."""
     named = {name: value for name, value in environment.items() if name.startswith(PREFIXES)}
     of_prl = {"dtype": dtype, "tensors": tensors_digest(tensors), "bucket_bytes": str(bucket_bytes)}
-    return Facts(who=who, host=host, settings={**libraries, **of_prl, **named})
+    of_lanes = {"plan": plan} if plan else {}
+    return Facts(who=who, host=host, settings={**libraries, **of_prl, **of_lanes, **named})
 
 
 def tensors_digest(tensors: Sequence[TensorSpec]) -> str:

@@ -161,6 +161,10 @@ class _End:
             self.close()
             raise
 
+    def call_off(self, words: str) -> None:
+        """From any thread: have all other ranks leave what they wait in. This one leaves by `left`."""
+        self._board.raise_alarm(words)
+
     def close(self) -> None:
         """Leave the groups."""
         members, self._groups = list(self._groups.values()), {}

@@ -9,9 +9,11 @@ from prl.config.bounds import Above, AtLeast
 @dataclass(frozen=True, kw_only=True)
 class WeightsOptions:
     transport: Annotated[
-        Literal["gather", "filesystem"],
-        "gather: one trainer rank gathers each version and sends it over a collective group; filesystem: it writes files into "
-        "weights/ of the run folder, which the samplers read. Where a group breaks again and again, files are used anyway",
+        Literal["gather", "lanes", "filesystem"],
+        "gather: one trainer rank gathers each version and sends it over a collective group; lanes: every trainer rank sends "
+        "its own part, and each worker of a sampler gets only what it holds (experimental over NCCL); filesystem: one rank "
+        "writes files into weights/ of the run folder, which the samplers read. Where a group breaks again and again, files "
+        "are used anyway",
     ] = "gather"
     bucket_mib: Annotated[int, "size of one packed transfer, in MiB", AtLeast(1)] = 256
     group_s: Annotated[float, "deadline of building the transfer group, in seconds", Above(0)] = 120.0

@@ -658,6 +658,12 @@ def test_a_redis_server_needs_an_address_and_its_password(good, redis, words):
     assert problem.startswith(words)
 
 
+def test_lanes_send_no_deltas(good):
+    (problem,) = problems(replace(good, weights={"transport": "lanes", "delta": True}))
+    assert problem.startswith("weights.delta = true: lanes send all values of each version")
+    assert check(replace(good, weights={"transport": "lanes"}), memory_bytes=16 * GIB) == []
+
+
 def test_what_may_not_be_read_is_told_with_its_key(good, tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir()

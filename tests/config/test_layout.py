@@ -264,6 +264,8 @@ def test_the_version_that_deltas_are_taken_from_is_kept_on_the_first_rank_at_all
     assert kept == 2 * count
     by_files = WeightsOptions(delta=True, transport="filesystem")  # which hold whole versions
     assert kept_bytes(replace(config, weights=by_files), QWEN_7B) == 0
+    assert gathered_bytes(config, QWEN_7B) == kept
+    assert gathered_bytes(replace(config, weights=WeightsOptions(transport="lanes")), QWEN_7B) == 0
     for stage, more in ((0, kept), (1, 0)):
         without = rank_memory(QWEN_7B, options, 2, 1024, stage)
         assert rank_memory(QWEN_7B, options, 2, 1024, stage, 0, kept).total == without.total + more
@@ -291,4 +293,7 @@ def test_what_a_version_on_its_way_needs_in_words():
     by_files = words("filesystem", 4)
     assert "a sampler's worker holds 3.5 GiB more while one arrives" in by_files
     assert words("filesystem", 4, delta=True) == by_files
+    by_lanes = words("lanes", 4)
+    assert "a sampler's worker holds 3.5 GiB more while one arrives" in by_lanes
+    assert "takes up to 0.5 GiB of buffers besides" in by_lanes
     assert "up to 28.4 GiB of disk while each version is written, and whoever writes 1.0 GiB of the host's memory" in by_files

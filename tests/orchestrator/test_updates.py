@@ -3,6 +3,7 @@ ones do not show on demand."""
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -20,7 +21,7 @@ TOKEN = "t"
 OPTIONS = WeightsOptions(group_s=2, update_s=0.5, bucket_mib=1)
 FACTS = {"who": "the trainer", "host": "node7", "settings": {"torch": "2.9.0"}}
 MEETING = {"master_address": "127.0.0.1", "master_port": 1, "facts": FACTS}
-OFFER = {"lineage": 0, "step": 4, "tensors": [["a", "float32", [2]]], **MEETING}
+OFFER = {"lineage": 0, "step": 4, "senders": 1, "tensors": [["a", "float32", [2]]], **MEETING}
 WORKERS = [1, 2, 1]
 REFUSES, STANDS_STILL, FAILS, DIES = "refuses", "stands still", "fails", "dies"
 
@@ -104,8 +105,8 @@ class Rig:
     def join(self, index):
         self.desk.joined(Member("sampler", index, facts={"url": self.urls[index], "workers": WORKERS[index]}))
 
-    async def offer(self, step=4):
-        answer = await self.updater.offer({**OFFER, "step": step})
+    async def offer(self, step=4, senders=1):
+        answer = await self.updater.offer({**OFFER, "step": step, "senders": senders})
         self.epoch = answer["epoch"]
         return answer
 
@@ -118,8 +119,10 @@ class Rig:
                 where = {"replica": replica, "worker": worker}
                 await self.updater.staged({**self.which(step), **where, "digest": digest, "receive_s": 0.1 * (worker + 1)})
 
-    async def sent(self, digest="7", step=4, changed_share=None):
-        said = {"digest": digest, "send_s": 0.3, "bytes": 8, "changed_share": changed_share}
+    async def sent(self, digest="7", step=4, changed_share=None, lanes=None):
+        """By lanes, without others given, the digest of each."""
+        lanes = lanes or [digest] * 2 * (self.options.transport == "lanes")
+        said = {"digest": digest, "lanes": lanes, "send_s": 0.3, "bytes": 8, "changed_share": changed_share}
         await self.updater.sent({**self.which(step), **said})
 
     async def settled(self):
@@ -155,6 +158,7 @@ def test_a_version_is_armed_verified_and_committed_on_all_samplers():
         assert answer == {
             "epoch": 3,  # three have come, one after another
             "world_size": 5,
+            "samplers": [0, 1, 2],
             "send": True,
             "transport": "gather",
             "held": None,
@@ -466,7 +470,7 @@ async def share(rig, replica, digests, step=4):
 def test_by_files_samplers_read_what_the_trainer_has_written_and_their_shares_add_up():
     async def scenario(rig):
         answer = await rig.offer()
-        assert answer == {"epoch": 3, "world_size": 5, "send": True, "transport": "filesystem", "held": None}
+        assert (answer["epoch"], answer["send"], answer["transport"], answer["held"]) == (3, True, "filesystem", None)
         assert all(sampler.calls == [] for sampler in rig.samplers)  # there is nothing to read yet
         await rig.sent()
         load = await rig.samplers[1].asked("load")
@@ -537,12 +541,13 @@ def test_what_nobody_can_read_is_written_again_and_the_third_time_ends_the_run()
     run(scenario, options=FILES)
 
 
-def test_a_group_that_breaks_twice_is_done_without_until_somebody_comes_or_goes():
+@pytest.mark.parametrize("transport", ["gather", "lanes"])
+def test_a_group_that_breaks_twice_is_done_without_until_somebody_comes_or_goes(transport):
     async def scenario(rig):
         await rig.update(0, 1, 2, step=3)
         for epoch in (3, 4):
             answer = await rig.offer()
-            assert (answer["transport"], answer["held"]) == ("gather", "7" if epoch == 3 else None)
+            assert (answer["transport"], answer["held"]) == (transport, "7" if (transport, epoch) == ("gather", 3) else None)
             assert rig.epoch == epoch
             await rig.updater.unsent({**rig.which(4), "error": "no route to host", "missing": []})
             await rig.settled()
@@ -559,10 +564,58 @@ def test_a_group_that_breaks_twice_is_done_without_until_somebody_comes_or_goes(
         rig.desk.died(1, "sampler 1 was ended by SIGKILL")
         assert (await rig.update(0, 2, step=6))["held"] is None  # what came by files is no base
         assert rig.samplers[0].verbs()[-3:] == ["connect", "receive", "commit"]
-        assert (await rig.update(0, 2, step=7))["held"] == "7"
+        assert (await rig.update(0, 2, step=7))["held"] == ("7" if transport == "gather" else None)
         assert rig.committed[-1].values["weights/by_files"] == 0
 
-    run(scenario)
+    run(scenario, options=replace(OPTIONS, transport=transport))
+
+
+LANES = replace(OPTIONS, transport="lanes")
+
+
+def test_by_lanes_each_worker_holds_what_its_lane_was_sent():
+    async def scenario(rig):
+        answer = await rig.offer(senders=2)
+        assert (answer["transport"], answer["world_size"], answer["samplers"]) == ("lanes", 6, [0, 1, 2])
+        places = [await sampler.asked("connect") for sampler in rig.samplers]
+        assert [place["rank_offset"] for place in places] == [2, 3, 5]  # behind both of the trainer's
+        assert [place["lanes"] for place in places] == [{"trainer_ranks": 2, "samplers": [0, 1, 2]}] * 3
+        await rig.stage(0, 2, digest="9")
+        await rig.stage(1, digest="9", workers=[0])
+        await rig.stage(1, digest="5", workers=[1])
+        await rig.sent("14", lanes=["9", "5"])
+        await rig.settled()
+        assert rig.membership.serving == (0, 1, 2)
+        assert (await rig.samplers[1].asked("commit"))["digest"] == "14"  # of the version
+        rig.desk.died(0, "sampler 0 was ended by SIGKILL")
+        await rig.offer(5, senders=2)
+        assert (await rig.samplers[1].asked("connect"))["lanes"] == {"trainer_ranks": 2, "samplers": [1, 2]}
+
+    run(scenario, options=LANES)
+
+
+def test_by_lanes_a_worker_with_what_another_lane_was_sent_closes_its_sampler_alone():
+    async def scenario(rig):
+        await rig.offer(senders=2)
+        await rig.stage(0, 1, 2, digest="9")
+        await rig.sent("14", lanes=["9", "5"])
+        await rig.settled()
+        assert rig.membership.serving == (0, 2)
+        words = "sampler 1 worker 1 staged other weights than the trainer sent for version 0:4: digest 9, not 5"
+        assert words in rig.words
+
+    run(scenario, options=LANES)
+
+
+@pytest.mark.parametrize(("missing", "fenced"), [([0, 1], []), ([1, 4], [1]), ([2, 3, 5], [0, 1, 2])])
+def test_by_lanes_who_did_not_come_is_known_by_the_rank(missing, fenced):
+    async def scenario(rig):
+        await rig.offer(senders=2)
+        await rig.updater.unsent({**rig.which(4), "error": "waited 2 s", "missing": missing})
+        await rig.settled()
+        assert [index for index in range(3) if rig.membership.state(index) == "fenced"] == fenced
+
+    run(scenario, options=LANES)
 
 
 def test_an_update_that_outlasts_a_step_is_not_waited_for_and_the_newest_version_comes_next():

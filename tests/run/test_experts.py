@@ -1,4 +1,4 @@
-"""A whole run of a mixture of experts, which two trainer ranks share and samplers take in flight."""
+"""A whole run of a mixture of experts, which two trainer ranks share and samplers take in flight, by lanes."""
 
 import math
 
@@ -18,6 +18,7 @@ OVERRIDES = (
     "model.expert_ffn_size=64",
     "train.sequence_parallel=true",
     "train.expert_parallel=2",
+    "weights.transport=lanes",
     f"run.steps={STEPS}",
     "run.stop_at_reward=null",
     "run.evaluate_every_steps=0",

@@ -10,12 +10,14 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 from whole_runs import ROOT, SUBMIT, Ended, command, submit
 
 from prl.metrics.events import Event
 from prl.report.audit import audit, render
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import ledger_events, read_ledger
+from prl.weights.digest import digest
 
 SHORT = ["configs/quickstart.yaml", "--set", "run.evaluate_every_steps=0", "run.stop_at_reward=null", "verifier.processes=1"]
 
@@ -75,7 +77,9 @@ def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> 
 @pytest.mark.deadline(600)
 def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tmp_path, start, victim):
     folder = RunFolder(tmp_path / "run")
-    process = start(folder, "train.checkpoint_every_steps=3", "streams.keep=needed", "sample.restarts=0")
+    transport = "lanes" if victim == "trainer 1" else "gather"  # by lanes it is one of those that send
+    lasting = ("streams.keep=needed", "sample.restarts=0", f"weights.transport={transport}")
+    process = start(folder, "train.checkpoint_every_steps=3", *lasting)
     wait_for_steps(process, folder, 3)
     wait_for_steps(process, folder, wait_for_checkpoint(process, folder) + 1)
     children = children_of(process.pid, folder)
@@ -97,6 +101,9 @@ def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tm
     resumed = submit(folder.path, "--resume", folder.path, "--set", f"run.steps={steps}")
     assert resumed.code == 0, resumed.logs()
     assert [event.step for event in resumed.events("step", attempt=2)] == list(range(checkpoint + 1, steps + 1))
+    assert all(event.values["weights/by_files"] == 0 for event in resumed.events("weights"))
+    last = resumed.events("weights")[-1].labels
+    assert (last["version"], last["digest"]) == (f"1:{steps}", str(digest(load_file(folder.export / "model.safetensors"))))
     result = audit(folder.path)
     assert result.passed, render(result)
     assert (result.ended, result.trained) == ("done", steps * 512)

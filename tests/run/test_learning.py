@@ -11,9 +11,10 @@ from prl.runfolder.paths import RunFolder
 pytestmark = [pytest.mark.slow, pytest.mark.deadline(900)]
 
 
-@pytest.mark.parametrize("seed", [2, 3])
-def test_other_seeds_learn_too(tmp_path, seed):
-    ended = submit(tmp_path / "run", "configs/quickstart.yaml", "--set", f"run.seed={seed}")
+@pytest.mark.parametrize(("seed", "transport"), [(2, "gather"), (3, "lanes")])
+def test_other_seeds_learn_too(tmp_path, seed, transport):
+    overrides = (f"run.seed={seed}", f"weights.transport={transport}")
+    ended = submit(tmp_path / "run", "configs/quickstart.yaml", "--set", *overrides)
     assert ended.code == 0, ended.logs()
     assert learned(ended), ended.held_out()
 

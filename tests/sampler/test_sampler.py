@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from lab import EOS, HOST, Lab, Weights, tiny_model, weights_of
+from lane_trainer import lane_trainer, meet, route_to
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 from prl.runfolder.weights import folder_of
@@ -475,6 +476,42 @@ def test_a_delta_to_what_a_worker_does_not_hold_is_refused_and_a_new_epoch_mends
     assert f"a delta to the weights with digest {digest(weights)}, but nothing to apply it to is held" in report["error"]
     lab.connect()
     lab.update(nudged(weights, 1))
+
+
+def test_versions_that_come_by_lanes_serve_as_those_that_come_whole(lab, models):
+    lab.update(weights_of(models[1]))
+    (whole,) = lab.ask(PROMPT, max_tokens=60, ignore_eos=True).result(60).body["answers"]
+    with lane_trainer(lab) as trainer:
+        labels = {}
+        for model in models[:2]:
+            reports = trainer.update(weights_of(model))
+            labels[f"0:{lab.step}"] = model
+        assert sum(report.bytes for report in reports) == sum(spec.bytes for spec in trainer.route.plan.tensors)
+        assert all(report.bytes for report in reports)  # each root sends
+        (answer,) = lab.ask(PROMPT, max_tokens=60, ignore_eos=True).result(60).body["answers"]
+        assert answer["token_ids"] == whole["token_ids"]
+        assert answer["versions"] == [[f"0:{lab.step}", 0, 60]]
+        stream = lab.stream(PROMPT, max_tokens=LONG, temperature=0.0)
+        trainer.update(weights_of(models[2]))
+        labels[f"0:{lab.step}"] = models[2]
+        assert [span["version"] for span in stream.last["weight_versions"]] == list(labels)[-2:]
+    lab.connect()
+    lab.update(weights_of(models[1]))  # whole again
+
+
+def test_lanes_that_do_not_lead_to_this_sampler_are_refused_before_they_are_built(lab, models):
+    lab.update(weights_of(models[0]))
+    plan, epoch = route_to(lab).plan.digest(), lab.epoch
+    for reply, words in (
+        (meet(lab, plan, ranks=1), f"plan is {plan} at the trainer"),
+        (meet(lab, "another"), f"and {plan} at sampler 0, worker 0,"),
+        (meet(lab, plan, ranks="2"), "lanes: expected {trainer_ranks, samplers: [number of a replica...]}"),
+        (meet(lab, plan, ranks=-1), "trainer ranks"),
+    ):
+        assert reply.status == 400, reply
+        assert words in reply.body["error"]
+    lab.epoch = epoch
+    lab.update(weights_of(models[1]))  # the group of before still stands
 
 
 def test_an_error_that_is_none_of_the_transports_is_reported_too(lab, models):

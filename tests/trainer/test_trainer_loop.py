@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from ranks import free_port, rank_environment
 from safetensors.torch import load_file
 from trainer_data import facts, microbatches, without_reference
 
+from prl.config.hf_config import read_model_config
+from prl.config.layout import layout_of
 from prl.config.load import dump
 from prl.config.schema import Config
 from prl.control.options import ControlOptions
@@ -30,13 +33,18 @@ from prl.runfolder.paths import RunFolder
 from prl.sampler.options import SampleOptions
 from prl.streams.steps import write_step
 from prl.trainer.options import TrainOptions
-from prl.weights.digest import digest
+from prl.weights.compile import compile_plan
+from prl.weights.crew import Crew
+from prl.weights.digest import MODULUS, digest
 from prl.weights.folder import Slab, VersionReader
+from prl.weights.lanes import LaneReceiver, Route, Staging
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, from_json
+from prl.weights.shards import sampler_shards
 from prl.weights.transport import SamplerEnd, Whole
 
 RANKS = 2
+WORKERS = 2  # of the sampler that takes versions by lanes
 TRAIN = TrainOptions(
     learning_rate=1e-3,
     clip_grad=1e6,
@@ -59,12 +67,14 @@ class Run:
 
     folder: RunFolder
     train: TrainOptions
+    transport: str
     files: dict[int, dict[str, Any]] = field(default_factory=dict)  # announced step files
     stop_after: int = 3
     save_after: int = 2
     versions: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # what the sampler got, by lineage:step
     digests: dict[str, str] = field(default_factory=dict)  # what the trainer said it sent
     shares: dict[str, float | None] = field(default_factory=dict)  # of values that had changed, as the trainer said it
+    lanes: dict[str, tuple[list[str], list[str]]] = field(default_factory=dict)  # by lanes: what it and the workers said
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     data: dict[int, dict[str, float]] = field(default_factory=dict)
     checkpoints: list[int] = field(default_factory=list)
@@ -79,6 +89,36 @@ class Run:
     unsent: list[dict[str, Any]] = field(default_factory=list)  # what the trainer said of transfers that failed
 
 
+class LanesIn:
+    """The workers of a sampler that takes versions by lanes; where parts of them lie is what the plan says."""
+
+    def __init__(self, run: Run, body: dict[str, Any], epoch: int) -> None:
+        model = read_model_config(run.folder.model)
+        plan = compile_plan(model, layout_of(run.train), RANKS, WORKERS, "float32")
+        assert body["facts"]["settings"]["plan"] == plan.digest()
+        assert body["senders"] == RANKS
+        self.route = Route(plan, sampler_shards(model, WORKERS), 256 * 2**20)
+        self.pool = ThreadPoolExecutor(WORKERS)
+        crew, place = Crew(epoch, RANKS, (0,), WORKERS), (body["master_address"], body["master_port"])
+        self.ends = list(self.pool.map(lambda k: LaneReceiver(self.route, crew, 0, k, *place, group_s=60.0), range(WORKERS)))
+        self.digests: list[str] = []
+
+    def receive(self, specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
+        staged = [Staging(self.route.plan, shards) for shards in self.route.shards]
+        reports = self.pool.map(lambda end, staging: end.receive(staging, 60.0), self.ends, staged)
+        self.digests = [str(sum(leg.digest for leg in report.legs) % MODULUS) for report in reports]
+        whole = [torch.full((spec.shape[0], spec.elements // spec.shape[0]), torch.nan) for spec in specs]
+        for shards, staging in zip(self.route.shards, staged, strict=True):
+            for tile in (shard.tile for shard in shards):
+                rows, columns = slice(tile.row, tile.row + tile.rows), slice(tile.column, tile.column + tile.columns)
+                whole[tile.tensor][rows, columns] = staging(tile)
+        return {spec.name: tensor.view(spec.shape) for spec, tensor in zip(specs, whole, strict=True)}
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+
+
 @pytest.fixture(scope="module", params=["tensor", pytest.param("stages", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, model_folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = new_run(tmp_path_factory.mktemp("run"), model_folders, replace(TRAIN, **LAYOUTS[request.param]))
@@ -86,20 +126,22 @@ def run(request: pytest.FixtureRequest, model_folders: Path, tmp_path_factory: p
     return run
 
 
-def new_run(path: Path, model_folders: Path, train: TrainOptions, name: str = "original", replay: str = "") -> Run:
+def new_run(
+    path: Path, model_folders: Path, train: TrainOptions, name: str = "original", replay: str = "", transport: str = "gather"
+) -> Run:
     folder = RunFolder(path)
     folder.create()
     os.symlink(model_folders / "qwen3", folder.model)
     config = Config(
         run=RunOptions(name=name, folder=str(folder), replay=replay),
         train=train,
-        sample=SampleOptions(dtype="float32"),
+        sample=SampleOptions(dtype="float32", tensor_parallel=WORKERS if transport == "lanes" else 1),
         control=ControlOptions(wait_s=60.0, start_s=60.0, heartbeat_s=0.2),
-        weights=WeightsOptions(delta=True, anchor_every_steps=2),
+        weights=WeightsOptions(transport=transport, delta=transport == "gather", anchor_every_steps=2),
     )
     folder.config.write_text(dump(config))
     create_token(folder.token)
-    return Run(folder, train)
+    return Run(folder, train, transport)
 
 
 def step_file(folder: RunFolder, step: int, name: str) -> dict[str, Any]:
@@ -117,7 +159,7 @@ def _with_ids(batch, step):
 
 async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
     """Start the ranks, answer their calls, and return their exit codes."""
-    sampler: dict[int, SamplerEnd] = {}  # by epoch
+    sampler: dict[int, SamplerEnd | LanesIn] = {}  # by epoch
     tasks = []
     specs: list[TensorSpec] = []  # of the version that goes by files
 
@@ -128,27 +170,34 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
             return {"epoch": 0, "world_size": 1, "send": False}
 
         if run.offered[-1] == run.breaks and not run.unsent:
-            return {"epoch": 2, "world_size": 3, "send": True, "transport": "gather", "held": None}
+            return {"epoch": 2, "world_size": 3, "samplers": [0, 1], "send": True, "transport": run.transport, "held": None}
         if run.offered[-1] == run.by_files:
             specs.extend(from_json(body["tensors"]))
-            return {"epoch": 3, "world_size": 2, "send": True, "transport": "filesystem", "held": None}
+            where = {"epoch": 3, "world_size": 2, "samplers": [0]}
+            return {**where, "send": True, "transport": "filesystem", "held": None}
         epoch = 3 if run.unsent else 1
         newest = list(run.versions)[-1:]
         held = [Whole({name: tensor.clone() for name, tensor in run.versions[k].items()}, int(run.digests[k])) for k in newest]
 
         def receive():
-            if epoch not in sampler:
+            if epoch not in sampler and run.transport == "lanes":
+                sampler[epoch] = LanesIn(run, body, epoch)
+            elif epoch not in sampler:
                 sampler[epoch] = SamplerEnd(body["master_address"], body["master_port"], 1, 2, epoch, 60.0)
             specs = from_json(body["tensors"])
             assert sum(spec.bytes for spec in specs) == body["bytes"]
-            return sampler[epoch].receive(specs, 256 * 2**20, deltas=True, held=held[0] if held else None)
+            end = sampler[epoch]
+            if isinstance(end, LanesIn):
+                return end.receive(specs)
+            return end.receive(specs, 256 * 2**20, deltas=True, held=held[0] if held else None)
 
         async def keep():
             run.versions[f"{body['lineage']}:{body['step']}"] = await asyncio.to_thread(receive)
 
         tasks.append(asyncio.create_task(keep()))
         base = str(held[0].digest) if held else None
-        return {"epoch": epoch, "world_size": 2, "send": True, "transport": "gather", "held": base}
+        where = {"epoch": epoch, "world_size": 2, "samplers": [0]}
+        return {**where, "send": True, "transport": run.transport, "held": base}
 
     async def sending(member, body):
         return {"broken": "sampler 1 left the group" if body["epoch"] == 2 else ""}
@@ -163,6 +212,8 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         if label == run.by_files:
             reader = VersionReader(run.folder.weights, Version.parse(label), specs, 0.0)
             run.versions[label] = {spec.name: reader.read(Slab.whole(spec), verify=True) for spec in specs}
+        elif run.transport == "lanes":
+            run.lanes[label] = body["lanes"], sampler[body["epoch"]].digests
         run.digests[label] = body["digest"]
         run.shares[label] = body["changed_share"]
         return {}
@@ -282,8 +333,13 @@ def test_a_resumed_run_goes_on_as_before_and_another_runs_step_file_ends_it(run)
     assert np.isfinite(run.metrics[3]["train/grad_norm"])
 
 
-def test_a_group_that_breaks_is_left_and_its_version_sent_again_and_so_is_one_that_is_asked_for(run, model_folders, tmp_path):
-    again = new_run(tmp_path / "again", model_folders, run.train)
+@pytest.mark.parametrize("transport", ["gather", "lanes"])
+def test_a_group_that_breaks_is_left_and_its_version_sent_again_and_so_is_one_that_is_asked_for(
+    run, model_folders, tmp_path, transport
+):
+    """The same training as above: versions are the same ones, bit for bit, however they go."""
+    sent = {label: run.digests[label] for label in ("0:0", "0:1", "0:2")}
+    again = new_run(tmp_path / "again", model_folders, run.train, transport=transport)
     again.stop_after, again.save_after, again.breaks, again.resend, again.by_files = 2, 9, "0:1", 2, "0:2"
     for step in (1, 2):
         again.files[step] = {**run.files[step], "path": str(run.folder.path / run.files[step]["path"])}
@@ -296,8 +352,10 @@ def test_a_group_that_breaks_is_left_and_its_version_sent_again_and_so_is_one_th
     assert (failure["step"], failure["epoch"], failure["missing"]) == (1, 2, [])
     assert "it was left while it was built" in failure["error"]
     assert list(again.versions) == ["0:0", "0:1", "0:2"]
-    assert again.digests == {label: str(digest(tensors)) for label, tensors in again.versions.items()}
-    assert len(set(again.digests.values())) == 3
+    assert again.digests == {label: str(digest(tensors)) for label, tensors in again.versions.items()} == sent
+    if transport == "lanes":
+        assert list(again.lanes) == ["0:0", "0:1"]
+        assert all(told == held and len(set(told)) == WORKERS for told, held in again.lanes.values())
 
 
 def test_a_run_without_samplers_trains_from_another_runs_step_files(run, results, model_folders, tmp_path):

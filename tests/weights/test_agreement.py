@@ -44,6 +44,15 @@ def test_each_difference_is_named_with_its_sides_and_what_to_do():
     )
 
 
+def test_another_plan_of_lanes_or_none_is_named():
+    alike = {"libraries": {}, "dtype": "float32", "tensors": [], "bucket_bytes": 1, "environment": {}}
+    ours, theirs, none = (facts(who, "node", **alike, plan=plan) for who, plan in (("a", "x"), ("b", "y"), ("c", "")))
+    assert check_agreement(ours, ours) == check_agreement(none, none) == ""
+    for other, words in ((theirs, "y at b"), (none, "not set at c")):
+        with pytest.raises(ValueError, match=f"plan is x at a on node and {words} on node: see that all nodes read the same"):
+            check_agreement(ours, other)
+
+
 def test_what_may_differ_is_said_with_its_reason():
     words = check_agreement(side(GLOO_SOCKET_IFNAME="eth0"), side("sampler 0", "node2", GLOO_SOCKET_IFNAME="ib1"))
     assert words == (
