@@ -3,8 +3,8 @@ gloo where tensors are on CPUs and over NCCL on GPUs (NCCL's path was never run)
 process hosts. A group belongs to one epoch of the membership; one that failed is thrown away, the next epoch builds another.
 
 A rank that is gone or stands still holds up the others in a collective until their deadline, and neither gloo nor a store can
-end an operation before that. So whatever waits here asks again and again why this rank should leave: then, as at its deadline,
-the operation is left behind in a thread of its own.
+end an operation before that. So whatever waits here asks again and again why this rank should leave, and whether its peers are
+still connected: then, as at its deadline, the operation is left behind in a thread of its own.
 """
 
 import socket
@@ -23,6 +23,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distribute
 LOOK_S = 0.1  # between two looks of a wait at whether this rank is to leave
 CLOSE_S = 1.0  # that groups without anything under way have to end: a process that exits meanwhile would abort
 GRACE_S = 0.5  # after its deadline that a thread has to say what it waited for
+LOST_S = 0.5  # after the end of a connection that the transfer's own end, or the reason why a peer left, has to come
+LOST_TAG = 1  # of receives that only show whether a connection is open
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.001, 0.02  # between two looks at who is there
 
 T = TypeVar("T")
@@ -40,6 +42,14 @@ class TransportError(Exception):
 
 class Left(Exception):
     """This rank is to leave what it waits in; says why."""
+
+
+class Lost(Exception):
+    """Connections of a group are closed; says how. `ranks`: the group's ranks that they led to."""
+
+    def __init__(self, words: str, ranks: Sequence[int]) -> None:
+        super().__init__(words)
+        self.ranks = tuple(ranks)
 
 
 class StoreHost:
@@ -161,11 +171,25 @@ class Group:
         return self._group.broadcast([buffer], options)
 
     def finish(self, work: Any, end: float, reason: Reason) -> None:
-        """Wait for what was begun. Raises Left, or RuntimeError with torch's words."""
+        """Wait for what was begun. Raises Left, Lost, or RuntimeError with torch's words."""
         if self._device.type == "cuda":
             _finish_on_gpu(work, end, reason)
         else:
-            _finish_on_cpu(work, end, reason)
+            _finish_on_cpu(work, end, reason, self._lost)
+
+    def _lost(self) -> dict[int, str]:
+        """The neighbours whose connection is closed, and how it was, over gloo.
+
+        gloo tells the end of a connection to what waits for a message to begin, and not to who is in the midst of one: that
+        waits on for its deadline. What is begun on a closed connection fails at once, so a receive is begun, with a tag that
+        nobody sends to, and dropped; on an open one it costs the peer a few bytes."""
+        lost = {}
+        for rank in _neighbours(self._group.rank(), self._group.size()):
+            try:
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], rank, LOST_TAG)
+            except RuntimeError as error:
+                lost[rank] = said(error)
+        return lost
 
     def abort(self) -> None:
         """The destructor waits for what is under way, so the last reference has to go here."""
@@ -221,7 +245,8 @@ def said(error: Exception) -> str:
     return str(error).split("\n", maxsplit=1)[0]
 
 
-def _finish_on_cpu(work: Any, end: float, reason: Reason) -> None:
+def _finish_on_cpu(work: Any, end: float, reason: Reason, lost: Callable[[], Mapping[int, str]]) -> None:
+    lost_at = None
     while True:
         try:
             work.wait(timedelta(seconds=LOOK_S))
@@ -232,8 +257,20 @@ def _finish_on_cpu(work: Any, end: float, reason: Reason) -> None:
                 return
             if why := reason():
                 raise Left(why) from None
-            if time.monotonic() > end + LOOK_S:  # its own deadline holds for each of the peers that it waits for
+            now = time.monotonic()
+            if now > end + LOOK_S:  # its own deadline holds for each of the peers that it waits for
                 raise RuntimeError("deadline passed") from None
+            if gone := lost():
+                lost_at = lost_at or now
+                if now > lost_at + LOST_S:
+                    raise Lost("; ".join(gone.values()), tuple(gone)) from None
+
+
+def _neighbours(rank: int, size: int) -> list[int]:
+    """With whom gloo has this rank exchange in a broadcast from rank 0 (gloo/broadcast.cc): a binomial tree, in which a rank
+    without its highest bit is its parent."""
+    parent = [rank - (1 << rank.bit_length() - 1)] if rank else []
+    return parent + [rank + bit for bit in (1 << n for n in range(rank.bit_length(), size.bit_length())) if rank + bit < size]
 
 
 def _finish_on_gpu(work: Any, end: float, reason: Reason) -> None:

@@ -22,7 +22,7 @@ import torch
 from prl.weights import digest
 from prl.weights import group as groups
 from prl.weights.crew import Board, Crew, Place
-from prl.weights.group import Left, Meeting, TransportError
+from prl.weights.group import Left, Lost, Meeting, TransportError
 from prl.weights.plan import ITEM_BYTES, LanePlan, Tile, lane_buckets, schedule
 from prl.weights.shards import Shard
 
@@ -210,10 +210,13 @@ class _End:
             self._groups[_group(shipment)].finish(work, end, self._board.reason)
         except Left as error:
             raise TransportError(f"{self._title}: left in {shipment.what}: {error}") from error
-        except RuntimeError as error:
+        except (Lost, RuntimeError) as error:
             waited_s = time.monotonic() - began
-            behind = self._board.behind(self._crew.members(shipment.root, shipment.lane))
-            words = f"{self._title}: waited {waited_s:.1f} s in {shipment.what} for {behind}: {groups.said(error)}"
+            members = self._crew.members(shipment.root, shipment.lane)
+            how = groups.said(error)
+            if isinstance(error, Lost):
+                how = f"no connection to {', '.join(self._crew.names[members[rank]] for rank in error.ranks)}: {how}"
+            words = f"{self._title}: waited {waited_s:.1f} s in {shipment.what} for {self._board.behind(members)}: {how}"
             raise TransportError(words) from error
         self._stand(own + 1)
 

@@ -12,7 +12,7 @@ import torch
 from prl.weights import group as groups
 from prl.weights.delta import HEADER_BYTES, Form, Message, Outgoing, apply, items_of, read_header
 from prl.weights.digest import digest
-from prl.weights.group import Group, Left, Meeting, StoreHost, TransportError
+from prl.weights.group import Group, Left, Lost, Meeting, StoreHost, TransportError
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import Bucket, TensorSpec, item_bytes, pack
 
@@ -222,7 +222,7 @@ class _Member:
         began = time.monotonic()
         try:
             self._group.finish(self._group.begin(buffer, end), end, self._reason)
-        except (RuntimeError, Left) as error:
+        except (RuntimeError, Left, Lost) as error:
             words = f"{self._title}: waited {time.monotonic() - began:.1f} s for {what}: {groups.said(error)}"
             raise TransportError(words) from error
 

@@ -175,7 +175,7 @@ def large(roots: int = 2) -> Route:
 
 
 SHORT_S = 6.0  # a deadline that is waited for; without faults an update takes a tenth
-BUCKETS = range(4)  # that a worker gets
+BUCKETS = [pytest.param(bucket, marks=[pytest.mark.slow] * (bucket > 0)) for bucket in range(4)]  # that a worker gets
 VICTIM = 3  # the rank of sampler 1 worker 0 behind two trainer ranks and sampler 0
 
 
@@ -270,6 +270,25 @@ def test_trainer_ranks_die_and_stand_still_also_the_one_with_the_store(stage, vi
         for worker in (2, 3):
             assert f"trainer rank {victim}" in results[worker].error
         stage.replace(victim)
+
+
+def test_workers_notice_that_a_trainer_rank_dies_in_the_midst_of_a_bucket(stage):
+    """It sends what the sockets hold of its first bucket to workers that take nothing, and is gone once they go on."""
+    crew = stage.crew(2, [0, 1], 1)
+    stage.open(large(), crew)
+    stage.begin(crew, 1, faults={1: Fault("late", 0, 1.5)})
+    workers = [stage.ranks[number].process.pid for number in (2, 3)]
+    time.sleep(0.7)  # they have begun to wait for it
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.5)
+    stage.ranks[1].end()
+    for pid in workers:
+        os.kill(pid, signal.SIGCONT)
+    results = stage.results(crew, [1])
+    assert all(result.seconds < SOON_S for result in results.values())
+    assert all("trainer rank 1" in results[worker].error for worker in (2, 3))
+    stage.replace(1)
 
 
 def test_who_does_not_come_to_the_building_is_named(stage):
