@@ -20,9 +20,10 @@ def offsets_of(lengths: Sequence[int] | Array) -> npt.NDArray[np.int32]:
     return offsets.astype(np.int32)
 
 
-def list_array(pieces: Sequence[Array], dtype: type[np.generic]) -> pa.ListArray:
-    """One list a piece."""
-    offsets = offsets_of([len(piece) for piece in pieces])
+def list_array(pieces: Sequence[Array], dtype: type[np.generic], offsets: npt.NDArray[np.int32] | None = None) -> pa.ListArray:
+    """One list a piece. `offsets`: where they begin, where that is known."""
+    if offsets is None:
+        offsets = offsets_of(list(map(len, pieces)))
     memory = pa.allocate_buffer(int(offsets[-1]) * np.dtype(dtype).itemsize)  # is used again, which costs less than new
     values = np.frombuffer(memory, dtype)
     if pieces:

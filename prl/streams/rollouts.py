@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from prl.streams.arrays import DICTIONARY, Array, dictionary_array, list_array, offsets_of
 from prl.streams.files import Encoded, Header, StreamError, encode_file
-from prl.streams.records import Group, VersionSpan
+from prl.streams.records import Group, Rollout, VersionSpan
 from prl.streams.routings import ROUTINGS, SHAPE, shape_of, to_column
 
 KIND = "rollouts"
@@ -49,35 +49,42 @@ def check_group(group: Group) -> None:
     if len(numbers) != len(group.rollouts) or numbers[0] < 0 or any(a >= b for a, b in itertools.pairwise(numbers)):
         raise StreamError(f"group {group.group} ({group.problem}): {len(group.rollouts)} rollouts with numbers {numbers}")
     for number, rollout in zip(numbers, group.rollouts, strict=True):
-        if not rollout.turns:
-            raise StreamError(f"group {group.group} ({group.problem}), rollout {number} has no turns")
-        for turn in rollout.turns:
-            if not math.isfinite(rollout.reward) or not _all_finite(turn.logprobs):
-                raise StreamError(
-                    f"group {group.group} ({group.problem}), rollout {number}: its reward ({rollout.reward}) or a log-prob is "
-                    "not finite"
-                )
-            end = 0
-            for _, start, until in turn.versions:
-                if start != end or until < start:
-                    end = -1
-                    break
-                end = until
-            if end != len(turn.output_ids) or len(turn.logprobs) != end:
-                raise StreamError(
-                    f"group {group.group} ({group.problem}), rollout {number}: {len(turn.output_ids)} output tokens, "
-                    f"{len(turn.logprobs)} log-probs, versions {[(s.start, s.end) for s in turn.versions]}"
-                )
-            if turn.routings is not None and len(turn.routings) != len(turn.prompt_ids) + len(turn.output_ids) - 1:
-                raise StreamError(
-                    f"group {group.group} ({group.problem}), rollout {number}: routings of {len(turn.routings)} tokens for "
-                    f"{len(turn.prompt_ids)} + {len(turn.output_ids)}, the last of which has none"
-                )
+        wrong = _wrong(rollout)
+        if wrong:
+            raise StreamError(f"group {group.group} ({group.problem}), rollout {number}: {wrong}")
+
+
+def _wrong(rollout: Rollout) -> str:
+    """What no reader would take; empty: nothing."""
+    if not rollout.turns:
+        return "no turns"
+    if not math.isfinite(rollout.reward):
+        return f"its reward ({rollout.reward}) is not finite"
+    for turn in rollout.turns:
+        tokens = len(turn.output_ids)
+        if len(turn.logprobs) != tokens or not _cover(turn.versions, tokens):
+            spans = [(span.start, span.end) for span in turn.versions]
+            return f"{tokens} output tokens, {len(turn.logprobs)} log-probs, versions {spans}"
+        if not _all_finite(turn.logprobs):
+            return "a log-prob is not finite"
+        if turn.routings is not None and len(turn.routings) != len(turn.prompt_ids) + tokens - 1:
+            return f"routings of {len(turn.routings)} tokens for {len(turn.prompt_ids)} + {tokens}, the last of which has none"
+    return ""
+
+
+def _cover(spans: Sequence[VersionSpan], tokens: int) -> bool:
+    """Whether each span begins where the one before ended, the first at 0, and the last ends with the tokens."""
+    at = 0
+    for _, start, end in spans:
+        if start != at or end < start:
+            return False
+        at = end
+    return at == tokens
 
 
 def _all_finite(values: Array) -> bool:
-    """The sum tells, in half the time, unless it overflows."""
-    return math.isfinite(np.add.reduce(values)) or bool(np.isfinite(values).all())
+    """The sum of the squares tells, in a fifth of the time, unless it overflows."""
+    return math.isfinite(values.dot(values)) or bool(np.isfinite(values).all())
 
 
 def to_arrow(groups: Sequence[Group], header: Header) -> Encoded:
@@ -85,6 +92,7 @@ def to_arrow(groups: Sequence[Group], header: Header) -> Encoded:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     prompts, outputs, logprobs, versions, reasons, replicas, started, ended, routings = zip(*turns, strict=True)
+    outputs_at = offsets_of(list(map(len, outputs)))
     turns_at = offsets_of([len(rollout.turns) for rollout in rollouts])  # of each rollout
     per_rollout = np.diff(turns_at)
     per_group = np.diff(turns_at[offsets_of([len(group.rollouts) for group in groups])])
@@ -112,8 +120,8 @@ def to_arrow(groups: Sequence[Group], header: Header) -> Encoded:
         "domain": names_of_groups([g.domain for g in groups]),
         "dataset": names_of_groups([g.dataset for g in groups]),
         "prompt_ids": list_array(prompts, np.int32),
-        "output_ids": list_array(outputs, np.int32),
-        "logprobs": list_array(logprobs, np.float32),
+        "output_ids": list_array(outputs, np.int32, outputs_at),
+        "logprobs": list_array(logprobs, np.float32, outputs_at),
         "versions": _spans(versions),
         "reward": of_rollouts([rollout.reward for rollout in rollouts], np.float32),
         "metrics": _metrics([rollout.metrics for rollout in rollouts], turns_at),
@@ -133,14 +141,15 @@ def to_arrow(groups: Sequence[Group], header: Header) -> Encoded:
 
 def _spans(versions: Sequence[tuple[VersionSpan, ...]]) -> pa.ListArray:
     spans = list(itertools.chain.from_iterable(versions))
+    sampled_by, starts, ends = zip(*spans, strict=True) if spans else ((), (), ())
     fields = [
-        pa.array(np.array([span.version.lineage for span in spans], np.int32)),
-        pa.array(np.array([span.version.step for span in spans], np.int64)),
-        pa.array(np.array([span.start for span in spans], np.int32)),
-        pa.array(np.array([span.end for span in spans], np.int32)),
+        pa.array(np.array([version.lineage for version in sampled_by], np.int32)),
+        pa.array(np.array([version.step for version in sampled_by], np.int64)),
+        pa.array(np.array(starts, np.int32)),
+        pa.array(np.array(ends, np.int32)),
     ]
     values = pa.StructArray.from_arrays(fields, fields=list(_SPAN))
-    return pa.ListArray.from_arrays(pa.array(offsets_of([len(spans) for spans in versions])), values)
+    return pa.ListArray.from_arrays(pa.array(offsets_of(list(map(len, versions)))), values)
 
 
 def _metrics(metrics: Sequence[Mapping[str, float]], turns_at: Array) -> pa.MapArray:

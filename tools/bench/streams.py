@@ -3,9 +3,10 @@
     python tools/bench/streams.py [--rollouts 4000] [--folder DIR] [--rounds 5]
 
 4,000 rollouts of log-normal length (mean 1,453 tokens) in 250 groups: token ids, log-probs, a reward each. Every way writes 64
-groups at a time, makes them durable (fsync) and reads all of them back into flat arrays of tokens, log-probs and rewards; "prl,
-groups" makes the records of each group and turn on the way, as the preprocessor does. Times are the best round of each way, the
-ways taking turns; ratios are to prl's. `cpu` leaves out what the disk takes.
+groups at a time, makes them durable (fsync of the files and of their folder) and reads all of them back into flat arrays of
+tokens, log-probs and rewards; "prl, groups" makes the records of each group and turn on the way, as the preprocessor does. Raw
+.npy files hold numbers alone; those of "columns" all that prl's hold, but no checksums. Times are the best round of each way,
+the ways taking turns; ratios are to prl's. `cpu` leaves out what the disk takes.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import xxhash
 
 from prl.flow.versions import Version
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.publish import sync_folder
 from prl.streams.opening import open_reader, open_writer
 from prl.streams.options import StreamsOptions
 from prl.streams.records import Group, Rollout, Turn, VersionSpan
@@ -66,9 +68,14 @@ def pieces(groups: Sequence[Group]) -> Iterator[Sequence[Group]]:
     return (groups[i : i + AT_ONCE] for i in range(0, len(groups), AT_ONCE))
 
 
-def durable(path: Path, data: bytes) -> None:
+def durable(path: Path, *pieces: bytes | npt.NDArray[Any]) -> None:
+    """Write a file (arrays as .npy) that a crash leaves whole. Its name is durable once its folder is, too."""
     with path.open("wb") as file:
-        file.write(data)
+        for piece in pieces:
+            if isinstance(piece, bytes):
+                file.write(piece)
+            else:
+                np.save(file, piece)
         file.flush()
         os.fsync(file.fileno())
 
@@ -131,6 +138,7 @@ def lines_way(encode: Callable[[object], bytes], decode: Callable[[bytes], dict[
     def write(folder: Path, groups: Sequence[Group]) -> None:
         for number, piece in enumerate(pieces(groups)):
             durable(folder / f"{number:04d}.jsonl", b"".join(encode(row(*turn)) + b"\n" for turn in turns_of(piece)))
+            sync_folder(folder)
 
     def read(folder: Path) -> Flat:
         lines = (line for path in sorted(folder.iterdir()) for line in path.read_bytes().splitlines())
@@ -143,6 +151,7 @@ def lines_way(encode: Callable[[object], bytes], decode: Callable[[bytes], dict[
 def write_msgpack(folder: Path, groups: Sequence[Group]) -> None:
     for number, piece in enumerate(pieces(groups)):
         durable(folder / f"{number:04d}.msgpack", msgspec.msgpack.encode([row(*turn) for turn in turns_of(piece)]))
+        sync_folder(folder)
 
 
 def read_msgpack(folder: Path) -> Flat:
@@ -162,12 +171,8 @@ def write_npy(folder: Path, groups: Sequence[Group], checksums: bool = False) ->
             "rewards": np.array([reward for _, reward in turns], np.float32),
         }
         for name, array in arrays.items():
-            with (folder / f"{name}_{number:04d}.npy").open("wb") as file:
-                np.save(file, array)
-                if checksums:
-                    file.write(xxhash.xxh3_64_digest(array))
-                file.flush()
-                os.fsync(file.fileno())
+            durable(folder / f"{name}_{number:04d}.npy", array, *([xxhash.xxh3_64_digest(array)] if checksums else []))
+        sync_folder(folder)
 
 
 def write_npy_columns(folder: Path, groups: Sequence[Group]) -> None:
@@ -191,10 +196,8 @@ def write_npy_columns(folder: Path, groups: Sequence[Group]) -> None:
             "times": np.array([(turn.started, turn.ended) for turn in turns], np.float64),
         }
         for name, array in arrays.items():
-            with (folder / f"{name}_{number:04d}.npy").open("wb") as file:
-                np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())
+            durable(folder / f"{name}_{number:04d}.npy", array)
+        sync_folder(folder)
 
 
 def read_npy(folder: Path, checksums: bool = False) -> Flat:
