@@ -68,6 +68,10 @@ class ControlServer:
         self._clock = clock
         self._runner: web.AppRunner | None = None
 
+    def add(self, handlers: Mapping[str, Handler]) -> None:
+        """Answer these calls too, of parts that need the server themselves; before it is started."""
+        self._handlers.update(handlers)
+
     async def start(self, host: str, port: int = 0) -> str:
         """Listen on one address (port 0: a free one) and return the URL."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._authorize])

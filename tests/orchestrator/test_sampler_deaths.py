@@ -49,7 +49,7 @@ class Rig:
 
     async def __aexit__(self, *_):
         await self.stack.aclose()
-        await self.orchestrator._close()
+        await self.orchestrator.close()
 
     async def dies(self, index, code=-9):
         words = f"sampler {index} was ended by SIGKILL" if code < 0 else f"sampler {index} ended with code {code}"

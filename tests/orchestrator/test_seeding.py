@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from test_updates import DIES, FAILS, REFUSES, STANDS_STILL, WORKERS, Rig
+from update_rig import DIES, FAILS, REFUSES, STANDS_STILL, WORKERS, Rig
 
 from prl.flow.versions import Version
 from prl.orchestrator.seeding import Seeder

@@ -1,0 +1,106 @@
+"""What depends on where an attempt starts: the dispatcher with the desks around it, and how the run comes to a good end."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from prl.config.schema import Config
+from prl.control.server import Bell, Handler
+from prl.flow.evaluations import Evaluation
+from prl.orchestrator.checkpoints import Checkpoints, Moment
+from prl.orchestrator.journal import Journal
+from prl.orchestrator.resume import Start
+from prl.orchestrator.rollouts import Record, RolloutDesk
+from prl.orchestrator.steps import StepDesk
+from prl.orchestrator.stop_rule import Score, StopRule
+from prl.orchestrator.updates import Committed
+from prl.runfolder.paths import RunFolder
+
+
+class Work:
+    """Rollouts, steps, evaluations and checkpoints of one attempt from `start` on."""
+
+    def __init__(
+        self,
+        start: Start,
+        *,
+        run: RunFolder,
+        config: Config,
+        attempt: int,
+        journal: Journal,
+        bell: Bell,
+        record: Record,
+        settled: Callable[[], Awaitable[None]],
+        facts: Callable[[], Mapping[str, Any]],
+        wants_version: Callable[[], bool],
+        current: Callable[[], Committed | None],
+    ) -> None:
+        """`record`, `settled`: of the ledger's desk; `facts`: see RolloutDesk; `wants_version`: see StepDesk; `current`: the
+        version that the samplers carry."""
+        self.start = start
+        self.dispatcher = start.dispatcher
+        self.done_words = f"all {config.run.steps} steps trained"
+        self._config = config
+        self._journal = journal
+        self._bell = bell
+        self._current = current
+        self._stop_rule = StopRule(config.run.stop_at_reward, config.run.stop_after_evaluations, start.evaluations_reached)
+        self.checkpoints = Checkpoints(run, config, attempt, start, journal, now=self._moment, settled=settled)
+        self.rollouts = RolloutDesk(
+            self.dispatcher,
+            record,
+            bell,
+            facts=facts,
+            on_evaluation=self._evaluated,
+            on_announced=self.checkpoints.announced,
+        )
+        self.steps = StepDesk(
+            self.dispatcher,
+            self.rollouts,
+            record,
+            bell,
+            trained=start.resume.step,
+            forks=start.forks,
+            lineage=start.resume.lineage,
+            waiting=start.waiting,
+            on_trained=self._trained,
+            save_now=self.checkpoints.due,
+            wants_version=wants_version,
+            steps_at_once=config.preprocess.processes,
+        )
+        self.handlers: Mapping[str, Handler] = {
+            **self.rollouts.handlers(),
+            **self.steps.handlers(),
+            **self.checkpoints.handlers(),
+        }
+
+    def finish(self, words: str) -> None:
+        """End the run well after the step in hand; the first reason counts."""
+        if not self.steps.finishing:
+            self.done_words = words
+            self.steps.finishing = True
+            self._bell.ring()
+
+    def all_evaluated(self) -> bool:
+        return not self.dispatcher.evaluations_pending
+
+    def position(self) -> tuple[int, int, bool]:
+        """Something that changes whenever a step or some groups have ended."""
+        return self.steps.trained, self.rollouts.announced, self.dispatcher.used_up
+
+    def _trained(self, step: int, train: Mapping[str, float], data: Mapping[str, float]) -> bool:
+        """Note a trained step; whether it was the last."""
+        self._journal.trained(step, train, data, self._current())
+        return step >= self._config.run.steps
+
+    def _evaluated(self, evaluation: Evaluation, body: Mapping[str, Any]) -> None:
+        self._journal.evaluated(evaluation, body)
+        self._stop_rule = self._stop_rule.scored(Score(evaluation.step, int(body["problems"]), float(body["reward_mean"])))
+        self._stop_rule = self._stop_rule.closed(self.dispatcher.evaluating)
+        if self._stop_rule.fulfilled:
+            rule = self._stop_rule
+            self.finish(f"held-out reward reached {rule.reward} in {rule.needed} evaluations in a row")
+
+    def _moment(self) -> Moment:
+        """What a checkpoint of the last trained step has to say of the run."""
+        streams = {"rollouts": self.rollouts.cursors(), "steps": self.steps.next_step - 1}
+        return Moment(self.steps.trained, self.dispatcher.state(), streams, self._stop_rule.reached)
