@@ -26,8 +26,8 @@ import numpy as np
 
 from prl.actor.tokenizer import ModelTokenizer
 from prl.cluster.split import make_split
-from prl.config.checks import resolve_paths
 from prl.config.load import ConfigError, dump, load
+from prl.config.paths import resolve_paths
 from prl.config.schema import Config
 from prl.domains.api import DomainError
 from prl.domains.rows import read_rows

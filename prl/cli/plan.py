@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from prl.cli import console
 from prl.cluster.split import make_split
-from prl.config.checks import check_numbers, current_folder, resolve_paths, shape_problems
+from prl.config.checks import check_numbers
 from prl.config.load import ConfigError, load, replace
+from prl.config.model_checks import model_of, shape_problems
+from prl.config.paths import current_folder, resolve_paths
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = resolve_paths(config, folder)
         check_numbers(config)
         split = make_split(config)
-        problems = shape_problems(config)
+        problems = shape_problems(config, model_of(config))
         if problems:
             raise ConfigError(*problems)
         print(split.describe(), flush=True)

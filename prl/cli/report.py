@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from prl.cli import console
-from prl.config.checks import current_folder
 from prl.config.load import ConfigError
+from prl.config.paths import current_folder
 from prl.report import audit
 from prl.report.read import ReportError, read_run
 from prl.report.render import render

@@ -23,7 +23,7 @@ from prl.cluster.run import ProgramError
 from prl.cluster.slurm import SlurmError, check_slurm
 from prl.cluster.split import Split, make_split
 from prl.cluster.submission import Submission, SubmissionError
-from prl.config.checks import check, check_numbers, current_folder, model_of, resolve_paths
+from prl.config.checks import check, check_numbers
 from prl.config.layout import layout_problems
 from prl.config.load import ConfigError, load, replace
 from prl.config.machine import free_memory_bytes
@@ -37,6 +37,8 @@ from prl.config.memory import (
     saved_on_a_node,
     size_in_words,
 )
+from prl.config.model_checks import model_of
+from prl.config.paths import current_folder, resolve_paths
 from prl.config.resumed import FIXED_KEYS, resume_changes
 from prl.config.schema import Config
 from prl.control.ports import free_port

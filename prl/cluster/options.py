@@ -4,32 +4,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from prl.config.bounds import Above, AtLeast
+from prl.config.bounds import Above, AtLeast, Below
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    nodes: Annotated[int | None, "nodes in all; null: this machine, without Slurm", AtLeast(1)] = None
-    train_nodes: Annotated[int, "nodes of the component that trains; the others sample", AtLeast(1)] = 1
+    nodes: Annotated[int | None, "nodes in all; null: this machine, without Slurm", AtLeast(1), Below(10**5)] = None
+    train_nodes: Annotated[int, "nodes of the component that trains; the others sample", AtLeast(1), Below(10**5)] = 1
     train_devices: Annotated[
         int | None,
         "with one node: accelerators (without any: processes) that train; null: as many as one model is shared by",
         AtLeast(1),
+        Below(10**4),
     ] = None
-    gpus_per_node: Annotated[int, "accelerators a node; 0: train and sample on CPUs (gloo)", AtLeast(0)] = 0
+    gpus_per_node: Annotated[int, "accelerators a node; 0: train and sample on CPUs (gloo)", AtLeast(0), Below(10**4)] = 0
     gpu_memory_gib: Annotated[
         float | None,
         "memory of an accelerator in GiB, which a trainer rank must fit; null: not checked, with a warning",
         Above(0),
     ] = None
-    replicas_per_node: Annotated[int | None, "samplers a node; null: as many as the devices allow, 1 on CPUs", AtLeast(1)] = (
-        None
-    )
-    cpus_per_node: Annotated[int | None, "CPUs asked of Slurm a node; null: the partition's default", AtLeast(1)] = None
+    replicas_per_node: Annotated[
+        int | None, "samplers a node; null: as many as the devices allow, 1 on CPUs", AtLeast(1), Below(10**4)
+    ] = None
+    cpus_per_node: Annotated[
+        int | None, "CPUs asked of Slurm a node; null: the partition's default", AtLeast(1), Below(10**5)
+    ] = None
     memory_per_node_gib: Annotated[
         float | None, "memory asked of Slurm a node, in GiB; null: the partition's default", Above(0)
     ] = None
-    time_min: Annotated[int, "time limit of the job, in minutes", AtLeast(1)] = 60
+    time_min: Annotated[int, "time limit of the job, in minutes", AtLeast(1), Below(10**7)] = 60
     partition: Annotated[str | None, "Slurm partition"] = None
     account: Annotated[str | None, "Slurm account"] = None
     qos: Annotated[str | None, "Slurm quality of service"] = None

@@ -15,7 +15,7 @@ class AtLeast:
         return value >= self.limit
 
     def __str__(self) -> str:
-        return f"at least {self.limit:g}"
+        return f"at least {_shown(self.limit)}"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class AtMost:
         return value <= self.limit
 
     def __str__(self) -> str:
-        return f"at most {self.limit:g}"
+        return f"at most {_shown(self.limit)}"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Above:
         return value > self.limit
 
     def __str__(self) -> str:
-        return f"above {self.limit:g}"
+        return f"above {_shown(self.limit)}"
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,13 @@ class Below:
         return value < self.limit
 
     def __str__(self) -> str:
-        return f"below {self.limit:g}"
+        return f"below {_shown(self.limit)}"
 
 
 Bound = AtLeast | AtMost | Above | Below
+
+_LIMITS = {"s": 10**6, "mib": 2**24, "gib": 10**6, "seed": 2**63}  # 11 days, 16 TiB, 1 PB, what a seed holds
+_OTHER_LIMIT = 10**9
 
 
 def bounds_of(hint: Any) -> tuple[Bound, ...]:
@@ -62,3 +65,16 @@ def bounds_of(hint: Any) -> tuple[Bound, ...]:
 def describe(bounds: tuple[Bound, ...]) -> str:
     """E.g. "above 0 and at most 1"; empty for no bounds."""
     return " and ".join(map(str, bounds))
+
+
+def unstated_limit(name: str, hint: Any) -> int | None:
+    """What a number without an upper bound in its annotation must be below, by its unit, which is the last word of its name:
+    far above what any run needs, and below what arrays, seeds, sockets, timers or a machine's memory cannot take. None where
+    the annotation has one."""
+    if any(isinstance(bound, AtMost | Below) for bound in bounds_of(hint)):
+        return None
+    return _LIMITS.get(name.rsplit("_", 1)[-1], _OTHER_LIMIT)
+
+
+def _shown(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"

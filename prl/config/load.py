@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from prl.config.bounds import bounds_of, describe
+from prl.config.bounds import bounds_of, describe, unstated_limit
 from prl.config.plain_files import NotPlainError, open_plain
 from prl.config.schema import Config
 
@@ -123,7 +123,7 @@ def in_words(error: Exception) -> str:
 
 
 def out_of_bounds(config: Config) -> list[str]:
-    """A line for each value that is outside of the bounds in its option's annotation, with key, value and bounds."""
+    """A line for each value out of the bounds in its option's annotation or of its unit, with key, value and bounds."""
     return [words for _, words in _out_of_bounds(config, "")]
 
 
@@ -140,9 +140,11 @@ def _out_of_bounds(options: Any, where: str) -> Iterator[_Problem]:
         elif isinstance(value, float) and not math.isfinite(value):
             yield name, f"{name} = {shown(value)}: must be a finite number"
         elif isinstance(value, int | float):
-            bounds = bounds_of(hints[field.name])
+            bounds, limit = bounds_of(hints[field.name]), unstated_limit(field.name, hints[field.name])
             if not all(bound.holds(value) for bound in bounds):
                 yield name, f"{name} = {shown(value)}: must be {describe(bounds)}"
+            elif limit is not None and value >= limit:
+                yield name, f"{name} = {shown(value)}: must be below {limit}"
 
 
 def dump(config: Config) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from prl.config.bounds import AtLeast
+from prl.config.bounds import AtLeast, Below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class PreprocessOptions:
         8192
     )
     processes: Annotated[
-        int, "with more than 1, so many worker processes build step files, as many steps at once", AtLeast(1)
+        int, "with more than 1, so many worker processes build step files, as many steps at once", AtLeast(1), Below(10**4)
     ] = 1
     memory_mib: Annotated[
         int,

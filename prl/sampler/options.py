@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from prl.config.bounds import Above, AtLeast, AtMost
+from prl.config.bounds import Above, AtLeast, AtMost, Below
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    tensor_parallel: Annotated[int, "tensor-parallel workers of a sampler", AtLeast(1)] = 1
+    tensor_parallel: Annotated[int, "tensor-parallel workers of a sampler", AtLeast(1), Below(10**4)] = 1
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the sampler's weights and cache"] = "bfloat16"
-    max_model_len: Annotated[int, "longest prompt and answer together, in tokens", AtLeast(2)] = 4096
-    max_num_seqs: Annotated[int, "sequences sampled at once in one sampler", AtLeast(1)] = 128
+    max_model_len: Annotated[int, "longest prompt and answer together, in tokens", AtLeast(2), Below(10**8)] = 4096
+    max_num_seqs: Annotated[int, "sequences sampled at once in one sampler", AtLeast(1), Below(10**6)] = 128
     kv_cache_mib: Annotated[int | None, "size of the KV cache in MiB; null: vLLM's choice (GPU only)", AtLeast(1)] = None
     gpu_memory_utilization: Annotated[float, "share of a GPU's memory that vLLM may take", Above(0), AtMost(1)] = 0.9
     enforce_eager: Annotated[bool, "no graph capture (always so on CPUs)"] = False
@@ -20,8 +20,10 @@ class SampleOptions:
         bool,
         "record which experts each token goes to, so that it goes to the same in the trainer (models with experts, GPU only)",
     ] = False
-    threads: Annotated[int, "CPU threads of a sampler without a GPU", AtLeast(1)] = 1
-    restarts: Annotated[int, "how often a sampler that died or was given up is started again in one attempt", AtLeast(0)] = 3
+    threads: Annotated[int, "CPU threads of a sampler without a GPU", AtLeast(1), Below(10**4)] = 1
+    restarts: Annotated[
+        int, "how often a sampler that died or was given up is started again in one attempt", AtLeast(0), Below(10**4)
+    ] = 3
     restart_pause_s: Annotated[
         float, "seconds before a sampler's first restart; doubled with each further one, up to 64-fold", Above(0)
     ] = 1.0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from prl.config.bounds import Above, AtLeast
+from prl.config.bounds import Above, AtLeast, Below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,20 @@ class StreamsOptions:
     ] = "folder"
     redis: Annotated[RedisOptions, "the server, with backend: redis"] = field(default_factory=RedisOptions)
     roll_groups: Annotated[
-        int, "an actor publishes its finished groups when the next step waits for them, when there are so many,", AtLeast(1)
+        int,
+        "an actor publishes its finished groups when the next step waits for them, when there are so many,",
+        AtLeast(1),
+        Below(10**6),
     ] = 32
-    roll_mib: Annotated[int, "or so many MiB,", AtLeast(1)] = 64
+    roll_mib: Annotated[int, "or so many MiB,", AtLeast(1), Below(2**17)] = 64
     # Only what no step waits for gets so old: a long time costs no step anything. A file every few seconds is little even for
     # the metadata server behind a thousand actors (200 files/s), and what a dead actor held is soon sampled again.
     roll_s: Annotated[float, "or when the first of them is so many seconds old", AtLeast(0)] = 5.0
     queue_mib: Annotated[
-        int, "an actor publishes at once, and waits, while so many MiB of its finished groups are not durable", AtLeast(1)
+        int,
+        "an actor publishes at once, and waits, while so many MiB of its finished groups are not durable",
+        AtLeast(1),
+        Below(2**17),
     ] = 256
     keep: Annotated[
         Literal["needed", "all"],

@@ -18,36 +18,43 @@ class ModelOptions:
         "with init: random and no path, submission writes a model folder of this architecture and the sizes below",
     ] = None
     tokenizer: Annotated[Literal["digits", "bytes"], "tokenizer written beside such a model"] = "digits"
-    hidden_size: Annotated[int, "width of such a model", AtLeast(1)] = 64
-    layers: Annotated[int, "layers of such a model", AtLeast(1)] = 2
-    heads: Annotated[int, "query heads of such a model", AtLeast(1)] = 2
-    kv_heads: Annotated[int, "key and value heads of such a model", AtLeast(1)] = 1
-    head_dim: Annotated[int, "width of a head of such a model", AtLeast(1)] = 32
-    ffn_size: Annotated[int, "width of the feed-forward layer of such a model", AtLeast(1)] = 256
-    experts: Annotated[int, "experts in the place of that layer (qwen3_moe)", AtLeast(2)] = 8
-    experts_per_token: Annotated[int, "experts that a token goes through (qwen3_moe)", AtLeast(2)] = 2
-    expert_ffn_size: Annotated[int, "width of an expert (qwen3_moe)", AtLeast(1)] = 64
+    hidden_size: Annotated[int, "width of such a model", AtLeast(1), Below(10**6)] = 64
+    layers: Annotated[int, "layers of such a model", AtLeast(1), Below(10**5)] = 2
+    heads: Annotated[int, "query heads of such a model", AtLeast(1), Below(10**5)] = 2
+    kv_heads: Annotated[int, "key and value heads of such a model", AtLeast(1), Below(10**5)] = 1
+    head_dim: Annotated[int, "width of a head of such a model", AtLeast(1), Below(10**5)] = 32
+    ffn_size: Annotated[int, "width of the feed-forward layer of such a model", AtLeast(1), Below(10**7)] = 256
+    experts: Annotated[int, "experts in the place of that layer (qwen3_moe)", AtLeast(2), Below(10**5)] = 8
+    experts_per_token: Annotated[int, "experts that a token goes through (qwen3_moe)", AtLeast(2), Below(10**5)] = 2
+    expert_ffn_size: Annotated[int, "width of an expert (qwen3_moe)", AtLeast(1), Below(10**7)] = 64
     tied: Annotated[bool, "such a model's output layer is its embedding"] = True
-    max_positions: Annotated[int, "longest sequence of such a model, in tokens", AtLeast(1)] = 1024
+    max_positions: Annotated[int, "longest sequence of such a model, in tokens", AtLeast(1), Below(10**8)] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    tensor_parallel: Annotated[int, "tensor-parallel ranks of the trainer", AtLeast(1)] = 1
+    tensor_parallel: Annotated[int, "tensor-parallel ranks of the trainer", AtLeast(1), Below(10**4)] = 1
     sequence_parallel: Annotated[bool, "split norms and activations along the sequence over the tensor-parallel ranks"] = False
-    pipeline_parallel: Annotated[int, "pipeline stages of the trainer, each with as many of the model's layers", AtLeast(1)] = 1
+    pipeline_parallel: Annotated[
+        int, "pipeline stages of the trainer, each with as many of the model's layers", AtLeast(1), Below(10**4)
+    ] = 1
     virtual_pipeline: Annotated[
         int,
         "chunks of layers on each pipeline stage, dealt in turns: less idle time, more messages; above 1 it needs stages",
         AtLeast(1),
+        Below(10**4),
     ] = 1
     expert_parallel: Annotated[
-        int, "ranks that share a layer's experts, each expert being whole on one; for mixtures of experts", AtLeast(1)
+        int,
+        "ranks that share a layer's experts, each expert being whole on one; for mixtures of experts",
+        AtLeast(1),
+        Below(10**4),
     ] = 1
     context_parallel: Annotated[
         int,
         "ranks that share the tokens of each sequence; above 1: with accelerators, Transformer Engine and dtype: bfloat16",
         AtLeast(1),
+        Below(10**4),
     ] = 1
     distributed_optimizer: Annotated[
         bool, "split the optimizer's state over the data-parallel ranks instead of keeping all of it on each"
@@ -61,7 +68,7 @@ class TrainOptions:
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the trained parameters (the optimizer's are float32)"] = (
         "float32"
     )
-    threads: Annotated[int, "CPU threads of a trainer rank", AtLeast(1)] = 1
+    threads: Annotated[int, "CPU threads of a trainer rank", AtLeast(1), Below(10**4)] = 1
     yields_cpu: Annotated[
         bool,
         "without accelerators, on a node with samplers: trainer ranks leave a core to whoever else wants it (SCHED_IDLE, and a "
@@ -199,6 +206,7 @@ class TrainOptions:
         "weights; learning rates are about 10 times those without. For dense models, and only where Transformer Engine is not "
         "installed. 0: all weights are trained",
         AtLeast(0),
+        Below(10**5),
     ] = 0
     recompute: Annotated[
         Literal["none", "selective", "full"],
@@ -214,6 +222,7 @@ class TrainOptions:
         "logits of a trainer rank that exist at once, in MiB of float32 (up to three buffers of that size are in use); fewer "
         "make smaller matrix products",
         AtLeast(1),
+        Below(2**17),
     ] = 256
     peak_tflops: Annotated[
         float,

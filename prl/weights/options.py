@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from prl.config.bounds import Above, AtLeast
+from prl.config.bounds import Above, AtLeast, Below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class WeightsOptions:
         "writes files into weights/ of the run folder, which the samplers read. Where a group breaks again and again, files "
         "are used anyway",
     ] = "gather"
-    bucket_mib: Annotated[int, "size of one packed transfer, in MiB", AtLeast(1)] = 256
+    bucket_mib: Annotated[int, "size of one packed transfer, in MiB", AtLeast(1), Below(2**17)] = 256
     group_s: Annotated[float, "deadline of building the transfer group, in seconds", Above(0)] = 120.0
     update_s: Annotated[
         float, "deadline of each part of an update (offer, staging at all replicas, commit), in seconds", Above(0)

@@ -187,8 +187,8 @@ def test_all_problems_come_at_once(tmp_path):
     [
         ("control.wait_s=-5", "control.wait_s = -5.0: must be above 0"),
         ("control.heartbeat_s=0", "control.heartbeat_s = 0.0: must be at least 0.01"),
-        ("actor.rollout_tries=0", "actor.rollout_tries = 0: must be at least 1"),
-        ("actor.temperature=0", "actor.temperature = 0.0: must be above 0"),
+        ("actor.rollout_tries=0", "actor.rollout_tries = 0: must be at least 1 and below 10000"),
+        ("actor.temperature=0", "actor.temperature = 0.0: must be above 0 and below 1000000"),
         ("actor.top_p=1.5", "actor.top_p = 1.5: must be above 0 and at most 1"),
         ("train.learning_rate=-1", "train.learning_rate = -1.0: must be at least 0"),
         ("train.learning_rate=.nan", "train.learning_rate = nan: must be a finite number"),
@@ -197,14 +197,14 @@ def test_all_problems_come_at_once(tmp_path):
         ("run.evaluate_problems=0", "run.evaluate_problems = 0: must be at least 1"),
         ("sample.gpu_memory_utilization=7", "sample.gpu_memory_utilization = 7.0: must be above 0 and at most 1"),
         ("sample.kv_cache_mib=0", "sample.kv_cache_mib = 0: must be at least 1"),
-        ("streams.roll_groups=0", "streams.roll_groups = 0: must be at least 1"),
+        ("streams.roll_groups=0", "streams.roll_groups = 0: must be at least 1 and below 1000000"),
         ("verifier.check_s=0", "verifier.check_s = 0.0: must be above 0"),
         ("weights.update_s=0", "weights.update_s = 0.0: must be above 0"),
-        ("model.layers=0", "model.layers = 0: must be at least 1"),
+        ("model.layers=0", "model.layers = 0: must be at least 1 and below 100000"),
         ("control.heartbeat_s=1e-300", "control.heartbeat_s = 1e-300: must be at least 0.01"),
         ("domains.0.weight=0", "domains[0].weight = 0.0: must be above 0 and at most 1e+06"),
         ("domains.0.weight=1e300", "domains[0].weight = 1e+300: must be above 0 and at most 1e+06"),
-        ("cluster.nodes=0", "cluster.nodes = 0: must be at least 1"),
+        ("cluster.nodes=0", "cluster.nodes = 0: must be at least 1 and below 100000"),
     ],
 )
 def test_values_stay_within_their_bounds(tmp_path, override, words):

@@ -1,0 +1,59 @@
+"""Paths of a configuration: absolute before anything else is made of them."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prl.config.load import ConfigError, replace, shown
+from prl.config.schema import Config
+
+
+def resolve_paths(config: Config, base: Path) -> Config:
+    """The same configuration with an explicit run folder (default: runs/<name>) and every path absolute, so that it means
+    the same in the job, on other nodes and at a resume. Relative paths count from `base`."""
+    folder = _expand("run.folder", config.run.folder or f"runs/{config.run.name}", base)
+    run = {"folder": folder, "replay": _expand("run.replay", config.run.replay, base)}
+    config = replace(config, run=run, model={"path": _expand("model.path", config.model.path, base)})
+    redis = config.streams.redis
+    if redis.password_file:
+        password_file = _expand("streams.redis.password_file", redis.password_file, base)
+        config = replace(config, streams={"redis": dataclasses.replace(redis, password_file=password_file)})
+    domains = tuple(
+        dataclasses.replace(domain, options=_with_absolute_paths(domain.options, f"domains[{number}].options.", base))
+        for number, domain in enumerate(config.domains)
+    )
+    return dataclasses.replace(config, domains=domains)
+
+
+def current_folder() -> Path:
+    """Raises ConfigError where it was deleted."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder does not exist any more; change to one that does") from None
+
+
+def is_path_key(key: str) -> bool:
+    """Whether an option of a domain names a file or files."""
+    return key in ("path", "paths") or key.endswith(("_path", "_paths"))
+
+
+def _with_absolute_paths(options: Mapping[str, Any], where: str, base: Path) -> dict[str, Any]:
+    return {key: _absolute(f"{where}{key}", value, base) if is_path_key(key) else value for key, value in options.items()}
+
+
+def _absolute(name: str, value: Any, base: Path) -> Any:
+    if isinstance(value, list | tuple):
+        return [_absolute(name, item, base) for item in value]
+    return _expand(name, value, base) if isinstance(value, str) else value
+
+
+def _expand(name: str, path: str, base: Path) -> str:
+    """A path of an option, absolute: ~ is a home folder, and relative ones count from `base`. An empty one stays so."""
+    if "\0" in path:
+        raise ConfigError(f"{name} = {shown(path)}: no path can hold NUL; give another")
+    try:
+        return str(base / Path(path).expanduser()) if path else path
+    except RuntimeError:
+        raise ConfigError(f"{name} = {path}: there is no such user; write the path out") from None

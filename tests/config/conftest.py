@@ -1,0 +1,3 @@
+from checked import good
+
+__all__ = ["good"]
