@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, n
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from prl.config.resumed import FIXED_TRAIN_KEYS, model_changes
 from prl.runfolder.manifest import Part, part_of
 from prl.runfolder.publish import in_words
+from prl.trainer.checkpoint_reader import InPlaceReader, read_ahead
 from prl.trainer.engine import Engine
 from prl.trainer.hf_folder import replace_folder, sync
 from prl.trainer.parallel import Channel
@@ -64,7 +65,7 @@ class Save:
         return self.folder / f".tmp-{_PART}"
 
 
-class _Plan(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+class _Plan(strategies.TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Megatron's plan of who writes what, with the parts at hand that it would hide in its functions."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, async_strategy: str) -> Any:
@@ -148,6 +149,11 @@ def load_checkpoint(engine: Engine, folder: Path) -> int:
     part = folder / _PART
     if not part.is_dir():
         raise FileNotFoundError(f"{folder} is no checkpoint to resume from: it has no folder {_PART}/")
+    with read_ahead(part, dist.get_rank()):
+        return _restore(engine, folder, part)
+
+
+def _restore(engine: Engine, folder: Path, part: Path) -> int:
     with _reading(part):
         facts = dist_checkpointing.load_common_state_dict(str(part)).get("facts")
     if facts is None:
@@ -159,7 +165,7 @@ def load_checkpoint(engine: Engine, folder: Path) -> int:
     proximal = engine.proximal if facts.get("proximal") else None
     wanted = _sharded(engine, proximal, is_loading=True, optimizer=count > 0)
     dict_list_map_inplace(_merged_in_place, wanted)
-    with _reading(part):
+    with _reading(part), _in_place():
         state = dist_checkpointing.load(wanted, str(part))
     for key, gpt in _keyed(engine.gpts):
         gpt.load_state_dict(state[key])
@@ -356,6 +362,17 @@ def _remove(folder: Path, temporary: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         with suppress(OSError):
             folder.rmdir()
+
+
+@contextmanager
+def _in_place() -> Iterator[None]:
+    """Megatron loads by our reader; it lets nobody choose one."""
+    megatrons = strategies._get_filesystem_reader
+    strategies._get_filesystem_reader = lambda folder, **options: InPlaceReader(folder)
+    try:
+        yield
+    finally:
+        strategies._get_filesystem_reader = megatrons
 
 
 @contextmanager

@@ -9,8 +9,9 @@ packing   tokens of sequences packed by prl to the same ones padded for plain Me
 head      both passes with the output layer in chunks, by prl's function and by torch's checkpointing of each, to whole logits
 memory    peak memory of a step in chunks and with whole logits to that of a step without an output layer, at 1/16 of
           32k tokens x 150k vocabulary in each direction; a process each
-resume    loading a checkpoint of about 1 GB into a new engine to loading its files, which is to read every one of them into new
-          tensors, and to that and one copy of each; warm from the kernel's memory, cold from the disk
+resume    loading a checkpoint of about 1 GB into a new engine, first, to loading its files, which is to read all of their bytes
+          into new tensors (the kernel's making of their pages is a part of it), and second, to torch.load of as many tensors of
+          the same sizes from one file; warm from the kernel's memory, cold from the disk
 
 Seconds are of the processor, of the fastest of several tries taken in turns, so that they hold on a busy machine too (waiting
 for a disk does not count); a resume's by the clock as well.
@@ -250,42 +251,56 @@ def peak_mib(kind: str) -> float:
 
 
 def resume() -> None:
-    """In turns, each into memory that this process has not used before: a checkpoint into a new engine, its files into new
-    tensors, and these into others."""
+    """In turns, each into memory that this process has not used before."""
     engine = engine_of(DEEP, OPTIONS)
     batch: MicroBatch = microbatch(np.full(4, 16), engine.config.vocabulary)
     train_step(engine, [batch], facts_of(batch, 1))
     channel = Channel(120.0)
     with tempfile.TemporaryDirectory() as name:  # TMPDIR has to lie on a disk
-        folder = Path(name)
+        folder, one_file = Path(name), Path(name) / "tensors.pt"
         parts = finish_save(begin_save(engine, channel, folder, 1), channel, 600.0)
+        parameters = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+        tensors = [parameter.detach().clone() for parameter in parameters for _ in ("value", "mean", "mean of squares")]
+        with one_file.open("wb") as file:
+            torch.save(tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
         files = [folder / part.path for part in parts]
-        del engine
-        best = {}
+        size = sum(part.bytes for part in parts)
+        assert 0.99 < one_file.stat().st_size / size < 1.01
+        del engine, parameters, tensors
+        best: dict[tuple[bool, str], tuple[float, float]] = {}
         for cold in [True, False] * RESUME_TRIES:
-            for what in ("load", "read", "read", "copy"):  # what follows a load finds the kernel's memory in small pieces
+            for what in ("load", "read", "torch.load"):
                 gc.collect()
                 engine = engine_of(DEEP, OPTIONS) if what == "load" else None
                 if cold:
-                    forget(files)
+                    forget([*files, one_file])
                 began = time.perf_counter(), time.process_time()
+                held: object
                 if engine is not None:
-                    load_checkpoint(engine, folder)
+                    held = load_checkpoint(engine, folder)
                 else:
-                    held = [torch.from_numpy(np.fromfile(path, np.uint8)) for path in files]
-                    held += [tensor.clone() for tensor in held] if what == "copy" else []
+                    held = list(map(read_into_new, files)) if what == "read" else torch.load(one_file, weights_only=True)
                 took = time.perf_counter() - began[0], time.process_time() - began[1]
-                engine = held = None
-                best[cold, what] = tuple(map(min, took, best.get((cold, what), took)))
-        size = sum(part.bytes for part in parts) / 2**20
-    for cold, words in ((False, "warm"), (True, "cold")):
-        load, read, copy = (best[cold, what] for what in ("load", "read", "copy"))
-        note = f"{load[0]:.2f} to {read[0]:.2f} s by the clock, {size:.0f} MiB"
-        show(f"resume to reading the files, {words}", load[0] / read[0], note)
-        note = f"{load[1]:.2f} to {read[1]:.2f} s of the processor"
-        show(f"resume to reading the files, {words}", load[1] / read[1], note)
-        note = f"{load[1]:.2f} to {copy[1]:.2f} s of the processor"
-        show(f"resume to reading and a copy, {words}", load[1] / copy[1], note)
+                del engine, held
+                fastest_s, least_s = best.get((cold, what), took)
+                best[cold, what] = min(fastest_s, took[0]), min(least_s, took[1])
+    for cold, place in ((False, "warm"), (True, "cold")):
+        load = best[cold, "load"]
+        for what, words in (("read", "reading its files"), ("torch.load", "torch.load")):
+            for clock, of, whole in zip(("by the clock", "of the processor"), best[cold, what], load, strict=True):
+                show(f"resume to {words}, {place}", whole / of, f"{whole:.2f} to {of:.2f} s {clock}, {size / 2**20:.0f} MiB")
+
+
+def read_into_new(path: Path) -> Tensor:
+    """The bytes of a file in a tensor as torch makes it."""
+    tensor = torch.empty(path.stat().st_size, dtype=torch.uint8)
+    left = tensor.numpy().data
+    with path.open("rb", buffering=0) as file:
+        while left:
+            left = left[file.readinto(left) :]
+    return tensor
 
 
 def forget(files: Sequence[Path]) -> None:
