@@ -28,6 +28,7 @@ def rows(report, check):
 
 def test_all_is_measured_and_nothing_is_off(report):
     assert report[0]["ok"]
+    assert report[0]["complete"]
     assert not [row for row in report[0]["rows"] if row.get("skipped")]
     assert {row["check"] for row in report[0]["rows"]} == {"parity", "step", "head", "padded", "weights"}
 
@@ -51,7 +52,13 @@ def test_steps_have_times_and_memory(report):
         assert row["mfu"] == "unknown"
 
 
+def test_the_output_layer_is_measured_in_chunks_and_whole(report):
+    assert [row["logits"] for row in rows(report, "head")] == ["chunks", "one chunk", "torch's"]
+    assert all(row["step_s"] > 0 and row["passes_s"] > 0 for row in rows(report, "head")[:2])
+
+
 def test_the_table_is_printed(report):
     lines = report[1].splitlines()
     assert sum(line.startswith(("parity", "step", "head", "padded", "weights")) for line in lines) == len(report[0]["rows"])
+    assert sum(line.startswith("check ") for line in lines) == 5
     assert lines[-1] == "gpu_check: all is well"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from prl.config.hf_config import model_config
 from prl.trainer.flops import forward_flops, peak_flops, step_flops
@@ -37,6 +37,21 @@ def test_flops_equal_what_torch_counts(architecture, backward):
     unseen = (lengths * (lengths - 1) // 2).sum() * model.layers * model.heads * model.head_dim * 4
     ours = step_flops(model, lengths) if backward else forward_flops(model, lengths)
     assert ours + unseen * (3 if backward else 1) == counted(config, lengths, backward=backward)
+
+
+def test_a_model_of_7b_has_the_flops_that_torch_counts():
+    """In Qwen2.5-7B's shape, without its numbers."""
+    raw = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+    config = Qwen2Config(**raw, num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False)
+    length, ours = 512, model_config(config.to_dict())
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model(torch.zeros(1, length, dtype=torch.int64)).logits.sum().backward()
+    unseen = length * (length - 1) // 2 * 28 * 28 * 128 * 4 * 3
+    found = step_flops(ours, np.array([length]))
+    assert found + unseen == counter.get_total_flops()
+    matrices = 7_615_616_512 - 152064 * 3584 - 28 * (3584 + 512 + 512) - (2 * 28 + 1) * 3584  # all parameters but these
+    assert found == pytest.approx(6 * length * matrices, rel=0.01)
 
 
 def test_a_token_goes_through_its_experts_alone():
