@@ -69,6 +69,8 @@ weights/ (orchestrator and samplers), of a version that samplers serve; the trai
     receive_s                  longest time from the armed receiver, or from the order to read, to the verified version
     send_s, commit_s, update_s the trainer's sending or writing; pause and copy at all samplers; from the offer to the end
     bytes                      bytes sent, to all samplers at once, or written
+    gathered_bytes             bytes of whole tensors that one trainer rank put together to send or write them: 0 by lanes, all
+                               of the version where those fall back on files
     changed_share              values that are others than in the version sent before: 0 to 1; where only those were sent
                                (weights.delta)
     by_files                   1 where it went through files, else 0

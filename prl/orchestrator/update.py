@@ -28,6 +28,7 @@ class Update:
     sent_s: float = 0.0  # when
     send_s: float = 0.0
     sent_bytes: int = 0
+    gathered_bytes: int = 0  # of tensors that one trainer rank put together for it
     changed_share: float | None = None  # of the values, where only those were sent
     failed: str = ""  # why not everyone has it or will get it: another group is needed
 
@@ -52,6 +53,7 @@ class Update:
     def sent(self, body: Mapping[str, Any], now_s: float) -> None:
         """The trainer has sent everything."""
         self.send_s, self.sent_bytes = float(body["send_s"]), int(body["bytes"])
+        self.gathered_bytes = int(body["gathered_bytes"])
         self.changed_share, self.lane_digests = body["changed_share"], body["lanes"]
         self.digest, self.sent_s = str(body["digest"]), now_s
 

@@ -324,6 +324,7 @@ class WeightUpdater:
             "weights/commit_s": now - began,
             "weights/update_s": now - update.armed_s,
             names.SENT_BYTES: float(update.sent_bytes),
+            "weights/gathered_bytes": float(update.gathered_bytes),
             "weights/by_files": float(update.by_files),
             "weights/passed_over": float(self._passed_over),
         }

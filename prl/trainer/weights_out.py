@@ -163,7 +163,7 @@ class WeightsOut:
         self._epoch = epoch
         legs = [leg for part in parts for leg in part.legs]
         report = SendReport(sum(leg.bytes for leg in legs), max(part.transfer_s for part in parts), version_digest(legs))
-        self._sent(client, which, report, [str(digest) for _, digest in sorted(lane_digests(legs).items())])
+        self._sent(client, which, report, lanes=[str(digest) for _, digest in sorted(lane_digests(legs).items())])
         return True
 
     def _send_whole(self, step: int, order: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -185,14 +185,23 @@ class WeightsOut:
             return False
         if report.changed_share is None:
             self._anchor = step
-        self._sent(client, which, report, [])
+        self._sent(client, which, report, gathered_bytes=sum(spec.bytes for spec in self._specs))
         return True
 
     def _which(self, step: int, order: Mapping[str, Any]) -> dict[str, int]:
         return {"lineage": self._lineage, "step": step, "epoch": int(order["epoch"])}
 
-    def _sent(self, client: ThreadedClient, which: Mapping[str, int], report: SendReport, lanes: Sequence[str]) -> None:
+    def _sent(
+        self,
+        client: ThreadedClient,
+        which: Mapping[str, int],
+        report: SendReport,
+        *,
+        lanes: Sequence[str] = (),
+        gathered_bytes: int = 0,
+    ) -> None:
         took = {"send_s": report.send_s, "bytes": report.bytes, "changed_share": report.changed_share}
+        took["gathered_bytes"] = gathered_bytes
         body = {"digest": str(report.digest), "lanes": lanes, **took}
         reason = f"reporting version {which['step']} as sent"
         client.call("version_sent", {**which, **body}, deadline_s=self._options.update_s, reason=reason)

@@ -2,7 +2,8 @@
 
 There is one small process group for each trainer rank (its root) and lane: the root and worker `lane` of every sampler. Both
 ends follow their part of the plan's one order of transfers, each in one thread, which casts and packs the next bucket (or
-unpacks the last one) while another is on the wire; two buckets are all the memory that it takes besides what a worker stages.
+unpacks the last one) while another is on the wire; two buckets are all the memory that it takes besides what a worker stages,
+and a bucket whose tiles follow each other there, too, is received in its place.
 
 An end belongs to an epoch of the membership. Where one rank fails at anything, it has all the others leave, through the epoch's
 store, and the end is of no use any more: the next epoch has others.
@@ -11,7 +12,7 @@ store, and the end is of no use any more: the next epoch has others.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -80,14 +81,14 @@ def version_digest(legs: Iterable[LegReport]) -> int:
 
 
 class Staging:
-    """A worker's shard of a version: a matrix for each tensor of which it holds something."""
+    """A worker's shard of a version: a matrix for each tensor of which it holds something, one behind the other in one piece of
+    memory, as a leg's tiles mostly follow each other."""
 
     def __init__(self, plan: LanePlan, shards: Sequence[Shard], device: torch.device | str = "cpu") -> None:
         self._shards = {shard.tile.tensor: shard for shard in shards}
-        self.tensors = {
-            tensor: torch.empty(shard.tile.rows, shard.tile.columns, dtype=_dtype(plan, tensor), device=device)
-            for tensor, shard in self._shards.items()
-        }
+        slots = _slots(plan, [self._shards[tensor].tile for tensor in sorted(self._shards)])
+        memory = torch.empty(slots[-1].end if slots else 0, dtype=torch.uint8, device=device)
+        self.tensors = {slot.tile.tensor: slot.piece(memory) for slot in slots}
 
     def __call__(self, tile: Tile) -> torch.Tensor:
         return self.tensors[tile.tensor][self._shards[tile.tensor].index(tile)]
@@ -99,7 +100,11 @@ class _Slot:
     start: int  # bytes of the bucket
     end: int
     dtype: torch.dtype
-    counted: bool
+    counted: bool = False  # in the version's digest
+
+    def piece(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tile as a matrix in the buffer."""
+        return buffer[self.start : self.end].view(self.dtype).view(self.tile.rows, self.tile.columns)
 
 
 @dataclass(frozen=True)
@@ -117,9 +122,8 @@ class _Shipment:
         return self.slots[-1].end
 
     def pieces(self, buffer: torch.Tensor) -> Iterator[tuple[_Slot, torch.Tensor]]:
-        """Each tile as a matrix in the buffer."""
         for slot in self.slots:
-            yield slot, buffer[slot.start : slot.end].view(slot.dtype).view(slot.tile.rows, slot.tile.columns)
+            yield slot, slot.piece(buffer)
 
 
 class _End:
@@ -299,19 +303,29 @@ class LaneReceiver(_End):
         began = time.monotonic()
         tally = _Tally()
         with self._updating(update_s) as end:
-            buffers = self._buffers()
+            buffers: list[torch.Tensor] = []  # of those that cannot be received in their places
+            flying: deque[tuple[Any, list[torch.Tensor], torch.Tensor | None]] = deque()
 
-            def begin(own: int) -> Any:
-                return self._begin(self._own[own], buffers[own % len(buffers)], end)
+            def begin(own: int) -> None:
+                shipment = self._own[own]
+                places = [self._place(slot, target) for slot in shipment.slots]
+                run, buffer = _run(shipment, places), None
+                if run is None:
+                    buffers.extend([] if buffers else self._buffers())
+                    run = buffer = buffers[own % len(buffers)]
+                flying.append((self._begin(shipment, run, end), places, buffer))
 
-            flying = deque(begin(own) for own in range(len(buffers)))
+            for own in range(min(2, len(self._own))):
+                begin(own)
             for own, shipment in enumerate(self._own):
-                self._finish(own, flying.popleft(), end)
+                work, places, buffer = flying.popleft()
+                self._finish(own, work, end)
                 tally.landed(shipment, time.monotonic() - began)
-                for slot, piece in shipment.pieces(buffers[own % len(buffers)]):
-                    self._place(slot, target).copy_(piece)
-                if own + len(buffers) < len(self._own):
-                    flying.append(begin(own + len(buffers)))
+                if buffer is not None:
+                    for (_, piece), place in zip(shipment.pieces(buffer), places, strict=True):
+                        place.copy_(piece)
+                if own + 2 < len(self._own):
+                    begin(own + 2)
                 for slot in shipment.slots:
                     tally.add(shipment, slot, self._tile_digest(slot.tile, self._place(slot, target)))
         return tally.report(time.monotonic() - began, sum(buffer.numel() for buffer in buffers))
@@ -353,7 +367,7 @@ class _Tally:
 
 def _shipments(route: Route, crew: Crew, rank: int) -> tuple[int, list[_Shipment]]:
     """How many transfers there are, and those that this rank takes part in, in their order."""
-    counted = {(lane, shard.tile.tensor) for lane, shards in enumerate(route.shards) for shard in shards if shard.counted}
+    counted = [{shard.tile.tensor for shard in shards if shard.counted} for shards in route.shards]
     order = schedule(route.plan, route.bucket_bytes)
     buckets = {
         (leg.root, leg.lane): lane_buckets(route.plan, leg, route.bucket_bytes)
@@ -365,19 +379,30 @@ def _shipments(route: Route, crew: Crew, rank: int) -> tuple[int, list[_Shipment
         if (root, lane) in buckets:
             of = len(buckets[root, lane])
             what = f"bucket {bucket + 1} of {of} from trainer rank {root} to lane {lane}"
-            own.append(_Shipment(number, root, lane, what, _slots(route.plan, buckets[root, lane][bucket], lane, counted)))
+            own.append(_Shipment(number, root, lane, what, _slots(route.plan, buckets[root, lane][bucket], counted[lane])))
     return len(order), own
 
 
-def _slots(plan: LanePlan, tiles: Sequence[Tile], lane: int, counted: set[tuple[int, int]]) -> tuple[_Slot, ...]:
-    """One behind the other; with several dtypes each where its elements can lie."""
+def _slots(plan: LanePlan, tiles: Sequence[Tile], counted: Collection[int] = ()) -> tuple[_Slot, ...]:
+    """One behind the other; with several dtypes each where its elements can lie. `counted`: tensors."""
     slots: list[_Slot] = []
     for tile in tiles:
         item_bytes = ITEM_BYTES[plan.tensors[tile.tensor].dtype]
         start = -(-(slots[-1].end if slots else 0) // item_bytes) * item_bytes
         end = start + plan.tile_bytes(tile)
-        slots.append(_Slot(tile, start, end, _dtype(plan, tile.tensor), (lane, tile.tensor) in counted))
+        slots.append(_Slot(tile, start, end, _dtype(plan, tile.tensor), tile.tensor in counted))
     return tuple(slots)
+
+
+def _run(shipment: _Shipment, places: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The bytes where the shipment's tiles lie, if they lie there as in a bucket."""
+    memory, start = places[0].untyped_storage(), places[0].data_ptr()
+    for slot, place in zip(shipment.slots, places, strict=True):
+        same = place.untyped_storage().data_ptr() == memory.data_ptr() and place.data_ptr() == start + slot.start
+        if not (same and place.is_contiguous()):
+            return None
+    run = torch.empty(0, dtype=torch.uint8, device=places[0].device)
+    return run.set_(memory, start - memory.data_ptr(), (shipment.bytes,))  # type: ignore[call-overload]
 
 
 def _dtype(plan: LanePlan, tensor: int) -> torch.dtype:

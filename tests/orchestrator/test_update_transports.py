@@ -107,17 +107,19 @@ def test_a_group_that_breaks_twice_is_done_without_until_somebody_comes_or_goes(
         for step in (4, 5):
             answer = await rig.offer(step)
             assert (answer["transport"], answer["held"]) == ("filesystem", None)
-            await rig.sent(step=step)
+            await rig.sent(step=step, gathered_bytes=8)
             await rig.samplers[1].asked("load")
             for replica, digests in enumerate([[7], [3, 4], [7]]):
                 await share(rig, replica, digests, step)
             await rig.settled()
             assert rig.committed[-1].version == Version(0, step)
+            assert rig.committed[-1].values["weights/gathered_bytes"] == 8
         rig.desk.died(1, "sampler 1 was ended by SIGKILL")
         assert (await rig.update(0, 2, step=6))["held"] is None  # what came by files is no base
         assert rig.samplers[0].verbs()[-3:] == ["connect", "receive", "commit"]
         assert (await rig.update(0, 2, step=7))["held"] == ("7" if transport == "gather" else None)
         assert rig.committed[-1].values["weights/by_files"] == 0
+        assert rig.committed[-1].values["weights/gathered_bytes"] == 0
 
     run(scenario, options=replace(OPTIONS, transport=transport))
 

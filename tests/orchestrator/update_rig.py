@@ -116,10 +116,11 @@ class Rig:
                 where = {"replica": replica, "worker": worker}
                 await self.updater.staged({**self.which(step), **where, "digest": digest, "receive_s": 0.1 * (worker + 1)})
 
-    async def sent(self, digest="7", step=4, changed_share=None, lanes=None):
+    async def sent(self, digest="7", step=4, changed_share=None, lanes=None, gathered_bytes=0):
         """By lanes, without others given, the digest of each."""
         lanes = lanes or [digest] * 2 * (self.options.transport == "lanes")
         said = {"digest": digest, "lanes": lanes, "send_s": 0.3, "bytes": 8, "changed_share": changed_share}
+        said["gathered_bytes"] = gathered_bytes
         await self.updater.sent({**self.which(step), **said})
 
     async def settled(self):

@@ -74,6 +74,7 @@ class Run:
     versions: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # what the sampler got, by lineage:step
     digests: dict[str, str] = field(default_factory=dict)  # what the trainer said it sent
     shares: dict[str, float | None] = field(default_factory=dict)  # of values that had changed, as the trainer said it
+    gathered: dict[str, int] = field(default_factory=dict)  # bytes that rank 0 said it had put together
     lanes: dict[str, tuple[list[str], list[str]]] = field(default_factory=dict)  # by lanes: what it and the workers said
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     data: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -216,6 +217,7 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
             run.lanes[label] = body["lanes"], sampler[body["epoch"]].digests
         run.digests[label] = body["digest"]
         run.shares[label] = body["changed_share"]
+        run.gathered[label] = body["gathered_bytes"]
         return {}
 
     async def next_step(member, body):
@@ -355,6 +357,8 @@ def test_a_group_that_breaks_is_left_and_its_version_sent_again_and_so_is_one_th
     assert again.digests == {label: str(digest(tensors)) for label, tensors in again.versions.items()} == sent
     if transport == "lanes":
         assert list(again.lanes) == ["0:0", "0:1"]
+        whole = sum(tensor.nbytes for tensor in again.versions["0:2"].values())
+        assert again.gathered == {"0:0": 0, "0:1": 0, "0:2": whole}
         assert all(told == held and len(set(told)) == WORKERS for told, held in again.lanes.values())
 
 

@@ -4,17 +4,18 @@
 
 Four trainer ranks (tensor parallelism 2, twice) and two samplers of two workers, each a process with one thread for torch, over
 gloo on this machine's loop-back interface; samplers do nothing else. The model has Qwen2-0.5B's shapes with fewer layers, in
-bfloat16. Each round does every way once, and the best round of each counts: in seconds, and in those of all processors, which
-count where the machine has other work too.
+bfloat16. Each round does every way once: in seconds, and in those of all processors, which count where the machine has other
+work too. Ratios are of one round: median, and range of all rounds.
 
     bare     the same bytes from the same roots over the same groups, without packing or unpacking, then the same digests
-    lanes    what a version takes: pack, send, unpack, digest at both ends
-    gather   rank 0 sends whole tensors to all workers, and all of them digest the whole; rank 0 has them already, so that what
-             assembling them takes is left out
+    lanes    what a version takes: new memory to stage it, pack, send, unpack, digest at both ends
+    whole    ranks 0 and 1 put whole tensors together from their shards, as `export_weights` does
+    gather   rank 0 sends them to all workers, which take them into new memory; all of these digest the whole
 
-`digest` is of what a worker stages, by processor time. `links` are counted by the system, connection by connection, in an
-update over the lanes: what a root sent to a worker, by what the plan says. `peak` is how much a process's memory rises in an
-update over the lanes, in buckets; what is staged was there before. It wants 5 GiB of memory.
+`gather to lanes` is with `whole`, which is a part of that way, and without. `digest` is of what a worker stages, by processor
+time. `links` are counted by the system, connection by connection, in an update over the lanes: what a root sent to a worker, by
+what the plan says. `peak` is how much a process's memory rises in an update over the lanes, in buckets, beside what is staged.
+It wants 6 GiB of memory.
 """
 
 import argparse
@@ -34,14 +35,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from prl.config.hf_config import ModelConfig, model_config
 from prl.config.layout import Layout
+from prl.config.tensors import Entry, entries
+from prl.trainer.table import fill_shard, full_tensors
 from prl.weights import digest
 from prl.weights import group as groups
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
-from prl.weights.lanes import LaneReceiver, LaneSender, Route, Staging, lane_digests
+from prl.weights.lanes import LaneReceiver, LaneSender, LegReport, Route, Staging, lane_digests, version_digest
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import LanePlan, Tile, lane_buckets, schedule
 from prl.weights.shards import sampler_shards
@@ -50,6 +54,8 @@ from prl.weights.transport import SamplerEnd, TrainerEnd
 HOST = "127.0.0.1"
 LIMIT_S = 120.0
 TRAINERS, SAMPLERS, LANES = 4, 2, 2
+LAYOUT = Layout(2, 1, 1, 1, 1)
+WAYS = ("bare", "lanes", "whole", "gather")
 SEED = 7
 
 
@@ -61,6 +67,7 @@ def qwen2(layers: int) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Setting:
+    model: ModelConfig
     route: Route
     crew: Crew
     weights: Path  # all tensors, one behind the other, which the trainer ranks share
@@ -115,6 +122,42 @@ class Bare:
         )
 
 
+class Shards:
+    """What a rank of the first tensor-parallel group holds, by Megatron's parameters."""
+
+    def __init__(self, setting: Setting, rank: int, address: tuple[str, int]) -> None:
+        self._model, wholes = setting.model, setting.wholes()
+        self._held: list[tuple[Entry, torch.Tensor]] = []
+        for entry in entries(self._model):
+            shard = torch.empty(self._shape(entry), dtype=torch.bfloat16)
+            fill_shard(shard, entry, [wholes[name] for name in entry.tensors], self._model, LAYOUT.tensor, rank)
+            self._held.append((entry, shard))
+        store = groups.connect_store(f"tensor-parallel rank {rank}", *address, LIMIT_S)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=LAYOUT.tensor)
+
+    def _shape(self, entry: Entry) -> list[int]:
+        rows, *rest = sum(shape[0] for shape in entry.shapes), *entry.shapes[0][1:]
+        match entry.kind:
+            case "whole":
+                return [rows, *rest]
+            case "columns":
+                return [rows, rest[0] // LAYOUT.tensor]
+            case "vocab":
+                return [self._model.padded_vocabulary(LAYOUT.tensor) // LAYOUT.tensor, *rest]
+        return [rows // LAYOUT.tensor, *rest]
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """On every rank, as `prl.trainer.mapping.export_weights` does it."""
+        found: dict[str, torch.Tensor] = {}
+        for entry, shard in self._held:
+            shards = [shard]
+            if entry.kind != "whole":
+                shards = [torch.empty_like(shard) for _ in range(LAYOUT.tensor)]
+                dist.all_gather(shards, shard)
+            found |= zip(entry.tensors, full_tensors(entry.kind, shards, self._model), strict=True)
+        return found
+
+
 class Process:
     """A rank: first the trainer's, then the samplers' workers."""
 
@@ -123,8 +166,7 @@ class Process:
         self._setting, self._number = setting, number
         self._trains = number < TRAINERS
         if self._trains:
-            self._wholes = setting.wholes()
-            matrices = [whole.view(whole.shape[0], -1) for whole in self._wholes.values()]
+            matrices = [whole.view(whole.shape[0], -1) for whole in setting.wholes().values()]
             for matrix in matrices:
                 matrix.sum()  # so that its pages are there before anything is measured
             self._view: Callable[[Tile], torch.Tensor] = lambda tile: matrices[tile.tensor][
@@ -146,6 +188,8 @@ class Process:
         setting, number = self._setting, self._number
         self._port = address[1]
         self._bare = Bare(setting, number, address)
+        self._shards = Shards(setting, number, address) if number < LAYOUT.tensor else None
+        self._gathered: dict[str, torch.Tensor] = {}
         if self._trains:
             self._sender = LaneSender(setting.route, setting.crew, number, *address, group_s=LIMIT_S)
         else:
@@ -162,25 +206,38 @@ class Process:
         self._bare.digest(self._view)
         return {"digest_s": time.thread_time() - began, "bytes": sum(map(self._setting.plan.tile_bytes, self._bare.tiles))}
 
-    def lanes(self) -> dict[str, Any]:
-        before = dict(_links(self._port))
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
-        memory = _memory("VmRSS")
-        transfer = self._sender.send if self._trains else self._receiver.receive
-        report = transfer(self._view, LIMIT_S)
-        return {
-            "legs": report.legs,
-            "peak": _memory("VmHWM") - memory,
-            "links": {ends: count - before.get(ends, 0) for ends, count in _links(self._port)},
-        }
+    def count(self) -> None:
+        """Links and memory from here on."""
+        self._links = dict(_links(self._port))
+        Path("/proc/self/clear_refs").write_text("5")  # its peak is that of now
+        self._memory = _memory("VmRSS")
 
-    def gather(self) -> dict[str, Any]:
+    def lanes(self) -> tuple[LegReport, ...]:
+        if self._trains:
+            return self._sender.send(self._view, LIMIT_S).legs
+        staging = Staging(self._setting.plan, self._setting.route.shards[self._lane])
+        self._staged = sum(tensor.nbytes for tensor in staging.tensors.values())
+        return self._receiver.receive(staging, LIMIT_S).legs
+
+    def counted(self) -> dict[str, Any]:
+        staged = 0 if self._trains else self._staged
+        links = {ends: count - self._links.get(ends, 0) for ends, count in _links(self._port)}
+        return {"peak": _memory("VmHWM") - self._memory - staged, "links": links}
+
+    def whole(self) -> None:
+        if self._shards is not None:
+            self._gathered = self._shards.gathered()
+
+    def gather(self) -> int | None:
+        """The digest of what is there then."""
         setting = self._setting
         if self._number == 0:
-            return {"digest": self._trainer.send(self._wholes).digest}
-        if not self._trains:
-            return {"digest": digest.digest(self._whole.receive(setting.plan.tensors, setting.route.bucket_bytes, LIMIT_S))}
-        return {}
+            report, self._gathered = self._trainer.send(self._gathered), {}
+            return report.digest
+        self._gathered = {}
+        if self._trains:
+            return None
+        return digest.digest(self._whole.receive(setting.plan.tensors, setting.route.bucket_bytes, LIMIT_S))
 
 
 def _links(store_port: int) -> Iterator[tuple[tuple[int, int], int]]:
@@ -247,15 +304,16 @@ class Cast:
             process.kill()
 
 
-def check(setting: Setting, lanes: Sequence[Mapping[str, Any]]) -> None:
-    """Every worker has what was sent."""
-    sent = lane_digests([leg for answer in lanes[:TRAINERS] for leg in answer["legs"]])
-    for answer in lanes[TRAINERS:]:
-        for lane, value in lane_digests(answer["legs"]).items():
-            assert value == sent[lane], f"lane {lane} does not hold what was sent"
+def check(legs: Sequence[Sequence[LegReport]]) -> int:
+    """Every worker has what was sent; the version's digest."""
+    sent = [leg for of_one in legs[:TRAINERS] for leg in of_one]
+    for of_one in legs[TRAINERS:]:
+        for lane, value in lane_digests(of_one).items():
+            assert value == lane_digests(sent)[lane], f"lane {lane} does not hold what was sent"
+    return version_digest(sent)
 
 
-def link_bytes(setting: Setting, lanes: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], int]:
+def link_bytes(lanes: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], int]:
     """(root, rank of a worker) -> bytes over all their connections in that direction."""
     owner = {ends: number for number, answer in enumerate(lanes) for ends in answer["links"]}
     found: dict[tuple[int, int], int] = {}
@@ -266,6 +324,11 @@ def link_bytes(setting: Setting, lanes: Sequence[Mapping[str, Any]]) -> dict[tup
     return found
 
 
+def spread(values: Sequence[float]) -> str:
+    """Median and range."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
@@ -273,7 +336,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     model = qwen2(args.layers)
-    plan = compile_plan(model, Layout(2, 1, 1, 1, 1), TRAINERS, LANES, "bfloat16")
+    plan = compile_plan(model, LAYOUT, TRAINERS, LANES, "bfloat16")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # shared memory
         weights = Path(folder) / "weights"
         size = sum(spec.elements for spec in plan.tensors)
@@ -281,7 +344,7 @@ def main() -> None:
             0.0, 0.02, generator=torch.Generator().manual_seed(SEED)
         )
         route = Route(plan, sampler_shards(model, LANES), args.bucket_mib * 2**20)
-        setting = Setting(route, Crew(1, TRAINERS, tuple(range(SAMPLERS)), LANES), weights)
+        setting = Setting(model, route, Crew(1, TRAINERS, tuple(range(SAMPLERS)), LANES), weights)
         cast = Cast(setting)
         try:
             measure(setting, cast, args.rounds)
@@ -293,22 +356,27 @@ def measure(setting: Setting, cast: Cast, rounds: int) -> None:
     plan, crew = setting.plan, setting.crew
     _, _, (address,) = cast.do("host", only=0)
     join_s, _, _ = cast.do("join", address)
-    seconds: dict[str, list[float]] = {"bare": [], "lanes": [], "gather": []}
-    processors: dict[str, list[float]] = {way: [] for way in seconds}
-    rates, peaks = [], []
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    processors: dict[str, list[float]] = {way: [] for way in WAYS}
+    rates, peaks, links = [], [], {}
     for _ in range(rounds):
-        for way, found in seconds.items():
+        versions = set()
+        for way in WAYS:
+            if way == "lanes":
+                cast.do("count")
             took_s, processors_s, answers = cast.do(way)
-            found.append(took_s)
+            seconds[way].append(took_s)
             processors[way].append(processors_s)
             if way == "bare":
                 rates += [answer["bytes"] / answer["digest_s"] for answer in answers[TRAINERS:]]
             elif way == "lanes":
-                check(setting, answers)
-                peaks += [answer["peak"] / setting.route.bucket_bytes for answer in answers]
-                links = link_bytes(setting, answers)
-            else:
-                assert len({answer["digest"] for answer in answers if answer}) == 1
+                versions.add(check(answers))
+                _, _, counted = cast.do("counted")
+                peaks += [answer["peak"] / setting.route.bucket_bytes for answer in counted]
+                links = link_bytes(counted)
+            elif way == "gather":
+                versions |= {answer for answer in answers if answer is not None}
+        assert len(versions) == 1, "what came by lanes is not what came whole"
     legs = {(leg.root, leg.lane): plan.leg_bytes(leg) for leg in plan.legs}
     wire = {(root, crew.worker(sampler, lane)): count for (root, lane), count in legs.items() for sampler in crew.samplers}
     over = {pair: links.get(pair, 0) / count for pair, count in wire.items()}
@@ -317,9 +385,15 @@ def measure(setting: Setting, cast: Cast, rounds: int) -> None:
     print(f"{sum(spec.bytes for spec in plan.tensors) / 1e6:.0f} MB, {len(plan.legs)} groups, all built in {join_s:.2f} s")
     print(f"each root sends {min(sent) / 1e6:.0f} to {max(sent) / 1e6:.0f} MB to each of {SAMPLERS} samplers")
     for kind, table in (("seconds", seconds), ("seconds of processors", processors)):
-        best = {way: min(found) for way, found in table.items()}
-        print(f"{kind}: {', '.join(f'{way} {value:.2f}' for way, value in best.items())}; ", end="")
-        print(f"lanes to bare {best['lanes'] / best['bare']:.2f}, gather to lanes {best['gather'] / best['lanes']:.2f}")
+        print(f"{kind}: {', '.join(f'{way} {spread(table[way])}' for way in WAYS)}")
+        together = [whole + gather for whole, gather in zip(table["whole"], table["gather"], strict=True)]
+        for words, these, those in (
+            ("lanes to bare", table["lanes"], table["bare"]),
+            ("gather to lanes", together, table["lanes"]),
+            ("gather to lanes, without putting together", table["gather"], table["lanes"]),
+        ):
+            ratios = [this / that for this, that in zip(these, those, strict=True)]
+            print(f"    {words} {spread(ratios)}; of the least ones {min(these) / min(those):.2f}")
     print(f"digest   {statistics.median(rates) / 1e9:.2f} GB/s a core, the slowest {min(rates) / 1e9:.2f}")
     print(f"links    {min(over.values()):.4f} to {max(over.values()):.4f} of the plan's bytes; {besides} bytes besides")
     print(f"peak     {max(peaks):.2f} buckets")
