@@ -3,8 +3,9 @@
     python tools/bench/lane_plans.py [--link-gbit 400] [--bucket-mib 256] [--models 7B 70B]
 
 `plan`: CPU seconds of making it; `legs`: pairs of a rank and a worker that have something to send; `root`, `lane`: most bytes
-that one of them carries; `floor`: the time of the busier of both on links of this speed (92 per cent of it is payload);
-`order`: the time that the plan's order of transfers takes on them, one bucket at a time.
+that one of them carries; then times on links of this speed (92 per cent of it is payload). `least`: no transfer to so many
+workers is shorter, whatever the plan: an equal share of the model each; `floor`: nor with this plan: the busier of `root` and
+`lane`; `order`: what the plan's order of transfers takes, one bucket at a time.
 """
 
 import argparse
@@ -60,7 +61,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     options = parser.parse_args()
     bytes_per_s = options.link_gbit * 1e9 / 8 * PAYLOAD
-    print(f"{'model':6}{'trainer':44}{'workers':>8}{'plan':>9}{'legs':>6}{'root':>10}{'lane':>10}{'floor':>9}{'order':>9}")
+    print(
+        f"{'model':6}{'trainer':44}{'workers':>8}{'plan':>9}{'legs':>6}{'root':>10}{'lane':>10}{'least':>9}{'floor':>9}{'order':>9}"
+    )
     for name, layout, ranks, workers in CASES:
         if name not in options.models:
             continue
@@ -70,7 +73,8 @@ def main() -> None:
         carried = traffic(plan)
         most = "".join(f"{max(sizes) / 1e9:7.2f} GB" for sizes in (carried.roots, carried.lanes))
         order_s = scheduled_s(plan, options.bucket_mib * 2**20, bytes_per_s)
-        times = f"{carried.floor_s(bytes_per_s):7.3f} s{order_s:7.3f} s"
+        least_s = sum(spec.bytes for spec in plan.tensors) / workers / bytes_per_s
+        times = f"{least_s:7.3f} s{carried.floor_s(bytes_per_s):7.3f} s{order_s:7.3f} s"
         print(f"{name:6}{_short(layout, ranks):44}{workers:8}{plan_s:7.2f} s{len(plan.legs):6}{most}{times}", flush=True)
 
 
