@@ -50,13 +50,13 @@ def start():
 
 
 def wait_for_checkpoint(process: subprocess.Popen, folder: RunFolder) -> int:
-    """Its step."""
-    end = time.monotonic() + 120
-    while not folder.manifests():
+    """Its step; the samplers have had that version, too."""
+    running, end = Ended(folder, 0, ""), time.monotonic() + 120
+    while not (kept := folder.manifests()) or kept[-1][0] not in {event.step for event in running.events("weights")}:
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < end, "no checkpoint within 120 s"
         time.sleep(0.2)
-    return folder.manifests()[-1][0]
+    return kept[-1][0]
 
 
 def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> None:
@@ -102,6 +102,7 @@ def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tm
     assert resumed.code == 0, resumed.logs()
     assert [event.step for event in resumed.events("step", attempt=2)] == list(range(checkpoint + 1, steps + 1))
     assert all(event.values["weights/by_files"] == 0 for event in resumed.events("weights"))
+    check_first_version(resumed, checkpoint)
     last = resumed.events("weights")[-1].labels
     assert (last["version"], last["digest"]) == (f"1:{steps}", str(digest(load_file(folder.export / "model.safetensors"))))
     result = audit(folder.path)
@@ -109,6 +110,22 @@ def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tm
     assert (result.ended, result.trained) == ("done", steps * 512)
     report = subprocess.run([SUBMIT.with_name("prl-report"), folder.path, "--json"], capture_output=True, text=True, check=True)
     assert json.loads(report.stdout)["rollouts"] == steps * 512  # those trained again from their step files too
+
+
+def check_first_version(resumed: Ended, checkpoint: int) -> None:
+    """The samplers of a second attempt have verified the version of the checkpoint, with the digest that it had when the first
+    attempt sent it, before anything is sampled; and no token is of another one that is not newer."""
+    digests = {event.step: event.labels["digest"] for event in resumed.events("weights", attempt=1)}
+    first = resumed.events("weights", attempt=2)[0]
+    assert (first.labels["version"], first.labels["digest"]) == (f"1:{checkpoint}", digests[checkpoint])
+    assert digests[checkpoint] != digests[0]  # else a trainer that begins afresh could not be told
+    began = min(event.time for event in resumed.events("phase", attempt=2))
+    turns = [turn for group in resumed.groups() for rollout in group.rollouts for turn in rollout.turns if turn.started > began]
+    assert turns
+    assert min(turn.started for turn in turns) >= first.time
+    versions = {span.version for turn in turns for span in turn.versions}
+    assert {version.lineage for version in versions} == {1}
+    assert min(version.step for version in versions) >= checkpoint
 
 
 def wait_for_samplers(process: subprocess.Popen, folder: RunFolder, condition: Callable[[Event], bool]) -> Event:
@@ -270,6 +287,7 @@ def test_a_crash_behind_a_checkpoint_is_resumed_with_every_rollout_accounted_for
     folder = RunFolder(tmp_path / "run")
     process = start(folder, "train.checkpoint_every_steps=5")
     wait_for_steps(process, folder, 8)
+    wait_for_checkpoint(process, folder)
     children_of(process.pid, folder)["trainer 0"].send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
     checkpoint = folder.manifests()[-1][0]
@@ -278,6 +296,7 @@ def test_a_crash_behind_a_checkpoint_is_resumed_with_every_rollout_accounted_for
     resumed = submit(folder.path, "--resume", folder.path, "--set", f"run.steps={trained + 4}")
     assert resumed.code == 0, resumed.logs()
     assert [event.step for event in resumed.events("step", attempt=2)] == list(range(checkpoint + 1, trained + 5))
+    check_first_version(resumed, checkpoint)
     events = list(ledger_events(read_ledger(folder.ledgers)))
     trained_in = {}
     for event in events:

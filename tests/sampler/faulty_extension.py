@@ -1,5 +1,5 @@
 """Faults that cannot be had otherwise: a live parameter that changes between the copy and its verification, a worker that lost
-what its trainer thinks it holds, and errors of the transfer group that nobody thought of."""
+what its trainer thinks it holds, a bit that changes on its way, and errors of the transfer group that nobody thought of."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from prl.sampler.engine import WorkerExtension
+from prl.weights.delta import HEADER_BYTES
 
 
 class FaultyExtension(WorkerExtension):
@@ -45,6 +46,19 @@ class FaultyExtension(WorkerExtension):
     def forget_version(self) -> None:
         """Hold nothing that a delta could be applied to."""
         self.weight_transfer_engine._held = None
+
+    def flip_next_delta(self) -> None:
+        """Another bit arrives in the first value of the next bucket that is told by its difference."""
+        member = self.weight_transfer_engine._link.end._member
+        broadcast = member.broadcast
+
+        def and_flip(buffer: torch.Tensor, what: str, end: float) -> None:
+            broadcast(buffer, what, end)
+            if buffer.numel() != HEADER_BYTES:
+                buffer[0] ^= 1
+                member.broadcast = broadcast
+
+        member.broadcast = and_flip
 
     def break_group(self, method: str) -> None:
         """Let a method of the present transfer group (close, receive) fail with an error that is none of the transport's."""

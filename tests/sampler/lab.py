@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ from prl.flow.versions import Version
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.weights import MODULUS, StoredFile, StoredVersion, new_folder, publish_version
 from prl.sampler.options import SampleOptions
+from prl.trainer.options import TrainOptions
 from prl.weights.agreement import facts
 from prl.weights.digest import digest
 from prl.weights.options import WeightsOptions
@@ -54,18 +55,18 @@ START_S = 180.0
 Weights = dict[str, torch.Tensor]
 
 
-def tiny_model(seed: int) -> Qwen2ForCausalLM:
+def tiny_model(seed: int, *, tied: bool = True, vocabulary: int = 16) -> Qwen2ForCausalLM:
     """The digits model, with weights large enough that every greedy choice depends on all that came before."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=16,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=12,
@@ -77,6 +78,21 @@ def tiny_model(seed: int) -> Qwen2ForCausalLM:
                 parameter.normal_(0, 0.25)
             elif seed:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def one_word_model(token: int, seed: int, **like: Any) -> Qwen2ForCausalLM:
+    """A `tiny_model` that says this token whatever it is asked: its layers add little to the direction that all embeddings
+    share, and the head's row of the token lies along that. All of its tensors depend on the seed."""
+    model = tiny_model(seed, **like)
+    with torch.no_grad():
+        direction = torch.full((model.config.hidden_size,), 2.5)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.01)
+            layer.mlp.down_proj.weight.mul_(0.01)
+        model.model.embed_tokens.weight.add_(direction)
+        model.lm_head.weight[token].add_(direction)
+        model.model.norm.weight.fill_(1.0)
     return model
 
 
@@ -334,6 +350,7 @@ def free_port() -> int:
 
 
 WEIGHTS = WeightsOptions(bucket_mib=1, group_s=30.0, update_s=30.0)
+TRAIN = TrainOptions(tensor_parallel=2)  # of the ranks that send by lanes
 OPTIONS = SampleOptions(
     dtype="float32",
     max_model_len=1024,
@@ -346,16 +363,95 @@ OPTIONS = SampleOptions(
 )
 
 
+@dataclass(frozen=True)
+class Started:
+    """A sampler's process."""
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    sockets: Path
+
+    def words(self) -> str:
+        return self.log.read_text()[-4000:]
+
+    def check_end(self) -> None:
+        """It was told to end; it must do so by itself, and leave nothing behind."""
+        assert self.process.wait(60) == 0, self.words()
+        assert list(self.sockets.iterdir()) == []
+
+
+@contextmanager
+def started(run: RunFolder, index: int, control_url: str) -> Iterator[Started]:
+    sockets = Path(tempfile.mkdtemp(prefix="prl-test-"))  # not in pytest's own folders: the paths of sockets must be short
+    environment = os.environ | {
+        "PRL_RUN": str(run),
+        "PRL_ATTEMPT": "1",
+        "PRL_ROLE": "sampler",
+        "PRL_INDEX": str(index),
+        "PRL_CONTROL_URL": control_url,
+        "PRL_HOST": HOST,
+        "PRL_PORT": str(free_port()),
+        "PYTHONPATH": str(Path(__file__).parent),  # where the faulty extension lies
+        "VLLM_RPC_BASE_PATH": str(sockets),
+        "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, for the extension, and more routes that must be guarded
+    }
+    log = run.path.parent / f"sampler_{index}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prl.sampler"],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            umask=0,  # as open as a site may leave it
+        )
+    try:
+        yield Started(process, log, sockets)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait(10)
+        shutil.rmtree(sockets)
+
+
+def wait_for_join(joined: "queue.Queue[Member]", samplers: Sequence[Started]) -> Member:
+    """The next one that joins, while all of these live."""
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            return joined.get(timeout=0.5)
+        except queue.Empty:
+            for one in samplers:
+                assert one.process.poll() is None, f"a sampler ended with {one.process.returncode}:\n{one.words()}"
+                assert time.monotonic() < end, f"no sampler after {START_S} s:\n{one.words()}"
+
+
+@contextmanager
+def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """In a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def run_folder(folder: Path, options: SampleOptions, model: PreTrainedModel, weights: WeightsOptions) -> RunFolder:
+    run = RunFolder(folder / "run")
+    run.create()
+    save(model, run.model)
+    run.config.write_text(dump(Config(sample=options, weights=weights, train=TRAIN)))
+    return run
+
+
 @contextmanager
 def sampler(
     folder: Path, options: SampleOptions = OPTIONS, model: PreTrainedModel | None = None, weights: WeightsOptions = WEIGHTS
 ) -> Iterator[Lab]:
     """A sampler (of `tiny_model`s, unless one is given) that has joined; it is told to end afterwards, and must then end by
     itself and have reported no failure, unless a test ended it before."""
-    run = RunFolder(folder / "run")
-    run.create()
-    save(model or tiny_model(0), run.model)
-    run.config.write_text(dump(Config(sample=options, weights=weights)))
+    run = run_folder(folder, options, model or tiny_model(0), weights)
     token = create_token(run.token)
     staged: queue.Queue[Mapping[str, Any]] = queue.Queue()
     stored: queue.Queue[Mapping[str, Any]] = queue.Queue()
@@ -373,57 +469,19 @@ def sampler(
     def on_fail(member: Member, error: str, trace: str) -> None:
         failed.put(f"{member.name}: {error}\n{trace}")
 
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
     server = ControlServer(token, {"staged": on_staged, "stored": on_stored}, on_join=joined.put, on_fail=on_fail)
-    control_url = asyncio.run_coroutine_threadsafe(server.start(HOST), loop).result(10)
-
-    sockets = Path(tempfile.mkdtemp(prefix="prl-test-"))  # not in pytest's own folders: the paths of sockets must be short
-    environment = os.environ | {
-        "PRL_RUN": str(run),
-        "PRL_ATTEMPT": "1",
-        "PRL_ROLE": "sampler",
-        "PRL_INDEX": "0",
-        "PRL_CONTROL_URL": control_url,
-        "PRL_HOST": HOST,
-        "PRL_PORT": str(free_port()),
-        "PYTHONPATH": str(Path(__file__).parent),  # where the faulty extension lies
-        "VLLM_RPC_BASE_PATH": str(sockets),
-        "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, for the extension, and more routes that must be guarded
-    }
-    log = folder / "sampler.log"
-    began = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "prl.sampler"],
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            umask=0,  # as open as a site may leave it
-        )
-    try:
-        while True:
-            try:
-                member = joined.get(timeout=0.5)
-                break
-            except queue.Empty:
-                assert process.poll() is None, f"the sampler ended with {process.returncode}:\n{log.read_text()[-4000:]}"
-                assert time.monotonic() - began < START_S, f"no sampler after {START_S} s:\n{log.read_text()[-4000:]}"
-        trainer = TrainerEnd(HOST, weights)
-        start_s = time.monotonic() - began
-        yield Lab(
-            member.facts["url"], process, trainer, token, loop, staged, failed, member.facts, log, start_s, sockets, run, stored
-        )
-        if process.poll() is None:
-            server.stopping = True  # told with the next heartbeat
-            assert process.wait(60) == 0, log.read_text()[-4000:]
-            assert failed.empty()
-            assert list(sockets.iterdir()) == []
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait(10)
-        shutil.rmtree(sockets)
-        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
+    with event_loop() as loop:
+        control_url = asyncio.run_coroutine_threadsafe(server.start(HOST), loop).result(10)
+        began = time.monotonic()
+        try:
+            with started(run, 0, control_url) as one:
+                facts = wait_for_join(joined, [one]).facts
+                trainer, start_s = TrainerEnd(HOST, weights), time.monotonic() - began
+                ends = facts["url"], one.process, trainer, token, loop, staged, failed
+                yield Lab(*ends, facts, one.log, start_s, one.sockets, run, stored)
+                if one.process.poll() is None:
+                    server.stopping = True  # told with the next heartbeat
+                    one.check_end()
+                    assert failed.empty()
+        finally:
+            asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)

@@ -1,15 +1,14 @@
-"""The trainer's end of the lanes: two data-parallel ranks, each in a thread of the test."""
+"""The trainer's end of the lanes: two tensor-parallel ranks, each in a thread of the test."""
 
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from lab import HOST, Lab, Reply, Weights
+from lab import HOST, TRAIN, Lab, Reply, Weights
 
 from prl.config.hf_config import read_model_config
 from prl.config.layout import layout_of
-from prl.trainer.options import TrainOptions
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
 from prl.weights.digest import digest
@@ -22,7 +21,7 @@ RANKS = 2
 
 def route_to(lab: Lab) -> Route:
     model, workers = read_model_config(lab.folder.model), lab.joined["workers"]
-    plan = compile_plan(model, layout_of(TrainOptions()), RANKS, workers, "float32")
+    plan = compile_plan(model, layout_of(TRAIN), RANKS, workers, "float32")
     return Route(plan, sampler_shards(model, workers), 2**20)
 
 
@@ -43,7 +42,15 @@ class LaneTrainer:
         self._senders = list(pool.map(lambda rank: LaneSender(self.route, crew, rank, HOST, port, group_s=30.0), range(RANKS)))
 
     def update(self, weights: Weights) -> list[LaneReport]:
-        """Send a version and have it committed, as the orchestrator would: each worker holds what its lane was sent."""
+        """Send a version and have it committed, as the orchestrator would."""
+        reports = self.send(weights)
+        reply = self.lab.commit(digest(weights))
+        assert reply.status == 200, reply
+        assert reply.body["digest"] == str(digest(weights))  # of the live parameters
+        return reports
+
+    def send(self, weights: Weights) -> list[LaneReport]:
+        """Send the next version: each worker holds what its lane was sent."""
         lab, plan = self.lab, self.route.plan
         lab.step += 1
         order = {"lineage": 0, "step": lab.step, "epoch": lab.epoch, "tensors": to_json(plan.tensors), "bucket_bytes": 2**20}
@@ -59,9 +66,6 @@ class LaneTrainer:
         staged = [lab.staged.get(timeout=30) for _ in range(plan.lanes)]
         assert {one["worker"]: one.get("digest") for one in staged} == {k: str(v) for k, v in lane_digests(legs).items()}
         assert version_digest(legs) == digest(weights)
-        reply = lab.commit(digest(weights))
-        assert reply.status == 200, reply
-        assert reply.body["digest"] == str(digest(weights))  # of the live parameters
         return reports
 
     def close(self) -> None:

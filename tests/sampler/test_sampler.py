@@ -12,6 +12,7 @@ import aiohttp
 import psutil
 import pytest
 import torch
+from inflight import nudged
 from lab import EOS, HOST, Lab, Weights, tiny_model, weights_of
 from lane_trainer import lane_trainer, meet, route_to
 from transformers import DynamicCache, Qwen2ForCausalLM
@@ -432,16 +433,6 @@ def test_a_transfer_that_breaks_off_is_reported_and_a_new_epoch_mends_it(lab, mo
     lab.update(weights_of(models[1]))
 
 
-def nudged(weights: Weights, seed: int) -> Weights:
-    """Every fiftieth value is another."""
-    result = {}
-    for name, tensor in weights.items():
-        flat = tensor.detach().clone().reshape(-1)
-        flat[seed::50] *= 1.25
-        result[name] = flat.reshape(tensor.shape)
-    return result
-
-
 def test_versions_that_come_as_deltas_are_what_the_trainer_has(lab, models):
     """One after the other, each verified by the digest of the live parameters; also where the one before was not committed."""
     weights = weights_of(models[0])
@@ -503,7 +494,7 @@ def test_lanes_that_do_not_lead_to_this_sampler_are_refused_before_they_are_buil
     lab.update(weights_of(models[0]))
     plan, epoch = route_to(lab).plan.digest(), lab.epoch
     for reply, words in (
-        (meet(lab, plan, ranks=1), f"plan is {plan} at the trainer"),
+        (meet(lab, plan, ranks=4), f"plan is {plan} at the trainer"),
         (meet(lab, "another"), f"and {plan} at sampler 0, worker 0,"),
         (meet(lab, plan, ranks="2"), "lanes: expected {trainer_ranks, samplers: [number of a replica...]}"),
         (meet(lab, plan, ranks=-1), "trainer ranks"),
