@@ -11,7 +11,7 @@ from prl.orchestrator.steps import StepEntry
 from prl.runfolder.paths import RunFolder, run_of_attempt
 from prl.runfolder.reclaim import read_reclaimed
 from prl.streams.files import StreamError, StreamFile
-from prl.streams.steps import all_steps, find_steps, read_step
+from prl.streams.steps import all_steps, find_steps, read_own
 
 log = logging.getLogger(__name__)
 
@@ -22,24 +22,24 @@ def replayed_steps(config: Config, after: int) -> list[StepEntry]:
     if config.run.replay_from == "rollouts":
         return []
     run = RunFolder(config.run.replay)
-    name, found = load(run.config).run.name, all_steps(run.steps)
+    name, found, newest = load(run.config).run.name, all_steps(run.steps), max(run.attempts(), default=0)
     entries = []
     for step in range(after + 1, config.run.steps + 1):
         if step not in found:
             raise ConfigError(_missing(config, set(found)))
-        file = _own(found[step], step, name)
+        file = _own(found[step], step, name, newest)
         entries.append(
             StepEntry({"step": step, "path": str(file.path), "bytes": file.bytes, "checksum": file.checksum}, trained=())
         )
     return entries
 
 
-def _own(files: Sequence[StreamFile], step: int, name: str) -> StreamFile:
+def _own(files: Sequence[StreamFile], step: int, name: str, newest_attempt: int) -> StreamFile:
     """The latest file of a step that the run of this name has written; where there is none the latest, whose reader refuses
     it."""
     for file in files if len(files) > 1 else ():
         try:
-            read_step(file.path, file.bytes, file.checksum, run=name, step=step)
+            read_own(file, run=name, step=step, newest_attempt=newest_attempt)
         except StreamError as error:
             log.warning("passed over: %s", error)
             continue

@@ -26,7 +26,7 @@ from prl.runfolder.publish import publish_json
 from prl.runfolder.reclaim import move_aside
 from prl.streams.files import StreamError, StreamFile
 from prl.streams.ledger import ledger_events, read_ledger
-from prl.streams.steps import all_steps, read_step
+from prl.streams.steps import all_steps, read_own
 
 log = logging.getLogger(__name__)
 
@@ -179,13 +179,14 @@ def _steps_behind(
     damaged, or that the run of this name has not written with its model, are set aside and told (the second answer) where
     another one of the step is sound, or nobody has trained it, so that it is made anew."""
     found, last = all_steps(run.steps), _last_trained(since, step)
+    newest = max(run.attempts(), default=0)
     vocabulary = _vocabulary(run) if step + 1 in found else None
     entries, told = [], []
     while (step := step + 1) in found:
         useless: dict[StreamFile, StreamError] = {}
         for file in found[step]:
             try:
-                data = read_step(file.path, file.bytes, file.checksum, run=name, step=step, vocabulary=vocabulary)
+                data = read_own(file, run=name, step=step, newest_attempt=newest, vocabulary=vocabulary)
                 ids = data.rollout_ids()
                 _check_issued(file.path, ids, earlier)
             except StreamError as error:

@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from prl.config.load import ConfigError, load
 from prl.config.schema import Config
-from prl.report.audit_files import RolloutFiles, StepRows, check_age, read_rollout_files, read_step_rows
-from prl.report.audit_ids import Findings, Ids, Int64, gaps, numbered, pairs_of
+from prl.report.audit_files import RolloutFiles, StepRows, check_age, open_own_step, read_rollout_files, step_rows
+from prl.report.audit_ids import SHOWN, Findings, Ids, Int64, gaps, numbered, pairs_of
 from prl.report.read import ReportError, refuse_attempt
 from prl.runfolder.outcome import OutcomeError, read_outcome
 from prl.runfolder.paths import RunFolder
@@ -28,7 +28,7 @@ from prl.runfolder.plan import PlanError, read_plan
 from prl.runfolder.reclaim import Reclaimed, read_reclaimed
 from prl.streams.files import StreamError
 from prl.streams.ledger import read_ledger
-from prl.streams.steps import find_steps
+from prl.streams.steps import all_steps
 
 KINDS = ("issued", "trained", "discarded", "issued_again")
 ISSUED, TRAINED, DISCARDED, AGAIN = range(4)
@@ -55,6 +55,8 @@ class Audit:
     rollouts_read: int = 0
     step_files: int = 0
     quarantined_files: int = 0  # damaged or foreign files, told apart by the run itself
+    foreign: list[str] = field(default_factory=list)  # step files, damaged ones too, that the run does not need: where a resume
+    # comes upon them, it sets them aside
     reclaimed_files: int = 0
     rollouts_kept: bool = True  # False: they went through Redis, so that there are none to check
     lag_max: int = -1
@@ -329,7 +331,7 @@ def _check_step_files(
     findings: Findings,
 ) -> None:
     """Each step's file against the ledger, both ways, and against the rollouts that are still there."""
-    found = find_steps(run.steps)
+    found, newest = all_steps(run.steps), max(run.attempts(), default=0)
     gone = {file.step for file in reclaimed.values() if file.kind == "step"}
     order = np.flatnonzero(ledger.survives)
     order = order[np.argsort(ledger.step[order], kind="stable")]
@@ -341,10 +343,17 @@ def _check_step_files(
             if step not in gone and recorded is not None and len(recorded):
                 findings.add(f"step {step}", f"its file is not there; {len(recorded)} rollouts were trained in it")
             continue
-        rows = read_step_rows(run, config.run.name, step, found[step], ledger.problems, findings)
-        if rows is None:
+        own, useless = open_own_step(found[step], config.run.name, step, newest)
+        if own is None:
+            if recorded is not None and len(recorded) and step not in gone:
+                for words in useless:  # a resume would ask for the file that was trained
+                    findings.add(f"step {step}", words)
+            else:
+                result.foreign += useless
             continue
+        result.foreign += useless
         result.step_files += 1
+        rows = step_rows(own.path.relative_to(run.path).as_posix(), step, own, ledger.problems, findings)
         if recorded is not None:
             _compare(step, rows, recorded, ledger, findings)
         result.lag_max = max(result.lag_max, int(rows.lag_max.max(initial=-1)))
@@ -371,11 +380,13 @@ def render(result: Audit) -> str:
         f"  issued again  {sum(result.issued_again.values()):>12,}  {_reasons(result.issued_again)}",
         f"  open          {result.open:>12,}",
         f"  files         {result.rollout_files:>12,}  of rollouts ({result.rollouts_read:,} rollouts), {result.step_files:,} "
-        f"of steps; {result.reclaimed_files:,} reclaimed, {result.quarantined_files:,} quarantined",
+        f"of steps; {result.reclaimed_files:,} reclaimed, {result.quarantined_files:,} quarantined, {len(result.foreign):,} "
+        "passed over",
         f"  greatest lag  {result.lag_max:>12,}",
         *([] if result.rollouts_kept else ["  not checked: rollouts, which went through Redis and are not kept"]),
         *([f"  a replay of {result.replay}: audit that run for the rollouts"] if result.replay else []),
     ]
+    lines += [f"  passed over, the run does not need it: {words}" for words in result.foreign[:SHOWN]]
     lines += [f"  {entry['what']}: {entry['wrong']}" if entry["what"] else f"  {entry['wrong']}" for entry in result.named]
     if result.findings > len(result.named):
         lines.append(f"  ... and {result.findings - len(result.named):,} more")

@@ -172,27 +172,32 @@ class StepRows:
     lag_max: Int64  # -1: nothing of it trains
 
 
-def read_step_rows(
-    run: RunFolder, run_name: str, step: int, file: StreamFile, problems: Problems, findings: Findings
-) -> StepRows | None:
-    """A step's file; None, with a finding, where it cannot be read or contradicts its own facts."""
-    name = file.path.relative_to(run.path).as_posix()
-    try:
-        opened = steps.read_step(file.path, file.bytes, file.checksum, run=run_name)
-    except StreamError as error:
-        findings.add(f"step {step}", str(error))
-        return None
-    _check_header(name, opened.header, opened.header.writer, file, findings)
-    facts, batches = opened.facts, opened.batches
+def open_own_step(
+    files: Sequence[StreamFile], run_name: str, step: int, newest_attempt: int
+) -> tuple[steps.StepFile | None, list[str]]:
+    """Of a step's files, the latest first, the one that a resume would train: the first that the run has written. And why those
+    before it, or all of them, are of no use: a resume sets them aside."""
+    useless: list[str] = []
+    for file in files:
+        try:
+            return steps.read_own(file, run=run_name, step=step, newest_attempt=newest_attempt), useless
+        except StreamError as error:
+            useless.append(str(error))
+    return None, useless
+
+
+def step_rows(name: str, step: int, opened: steps.StepFile, problems: Problems, findings: Findings) -> StepRows:
+    """What is in a step's file of this name; a finding where it contradicts its own facts."""
+    facts, batches = opened.facts, opened.batches.values()
     parts = [_sequence_columns(batch, problems, name, findings) for batch in batches]
     keys, tokens, sums, lows, highs = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     weighted = sum(int((batch.column("loss_weights").values.to_numpy() > 0).sum()) for batch in batches)
     ids, inverse = np.unique(keys, return_inverse=True)
-    if (facts.step, facts.samples, facts.trained_tokens) != (step, len(ids), weighted):
+    if (facts.samples, facts.trained_tokens) != (len(ids), weighted):
         findings.add(
             f"step {step}",
-            f"{name} holds {len(ids)} rollouts and {weighted} trained tokens; its facts say step {facts.step}, {facts.samples} "
-            f"rollouts, {facts.trained_tokens} tokens",
+            f"{name} holds {len(ids)} rollouts and {weighted} trained tokens; its facts say {facts.samples} rollouts, "
+            f"{facts.trained_tokens} tokens",
         )
     low, high = np.full(len(ids), np.iinfo(np.int64).max), np.full(len(ids), -1)
     np.minimum.at(low, inverse, lows)

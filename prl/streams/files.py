@@ -1,7 +1,8 @@
 """What all stream files have in common: names that say what is inside, headers, and reading that trusts nothing unchecked.
 
 A file is named `<stem>_a<attempt>_<sequence>_<bytes>_<xxh3>.arrow`. With size and checksum in the name, a file found by
-listing is checked like an announced one, and the file itself stays plain Arrow, which any tool opens. The header (metadata of
+listing is checked like an announced one, and the file itself stays plain Arrow, which any tool opens. The checksum is of all
+bytes, or, where a file is read in parts, of its end, which has those of all the rest (`parts.py`). The header (metadata of
 the Arrow schema) says kind, schema version, run, attempt, writer and sequence. Sequence numbers rise over all restarts of a
 writer: order goes by them, never by times of the filesystem.
 """
@@ -13,7 +14,9 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +35,8 @@ FILE_NAME = re.compile(  # digits bounded so that the numbers fit where numbers 
 )
 _SEQUENCES = 10**15
 _NOT_YET_VISIBLE = (errno.ENOENT, errno.ESTALE)
+T = TypeVar("T")
+ReadAt = Callable[[int, int], pa.Buffer]  # from which byte on, and how many; raises StreamError where there are fewer
 _UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOTDIR)  # that file, and not for want of something here
 
 
@@ -45,7 +50,7 @@ class StreamFile:
 
     path: Path
     bytes: int
-    checksum: str  # xxh3 of all its bytes, 16 hexadecimal digits
+    checksum: str  # xxh3 in 16 hexadecimal digits, of all its bytes (of a step file: of its end, see `parts.py`)
     attempt: int
     sequence: int
 
@@ -92,7 +97,7 @@ class Encoded:
         return b"".join(self.pieces)
 
 
-class _Pieces:
+class Pieces:
     """A file for Arrow to write, which keeps what it is given as it is."""
 
     closed = False
@@ -115,7 +120,7 @@ class _Pieces:
 
 def encode_file(schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> Encoded:
     """A whole Arrow file. The batches' memory becomes part of it and must not change any more."""
-    file = _Pieces()
+    file = Pieces()
     with pa.ipc.new_file(pa.PythonFile(file, "w"), schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
@@ -173,13 +178,31 @@ def read_checked(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> pa.Buffer:
-    """The bytes of a published file, once size and checksum are right. On a shared filesystem a new name may show late on other
+    """The bytes of a published file, once size and checksum are right. See `read_published`."""
+
+    def whole(read: ReadAt) -> pa.Buffer:
+        return check_bytes(read(0, size_bytes), size_bytes, checksum, path)
+
+    return read_published(path, size_bytes, whole, wait_s=wait_s, clock=clock, sleep=sleep)
+
+
+def read_published(
+    path: Path,
+    size_bytes: int,
+    make: Callable[[ReadAt], T],
+    *,
+    wait_s: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """What `make` makes of a published file, once its size is right. On a shared filesystem a new name may show late on other
     nodes: for up to `wait_s` the parent is listed (which refreshes what the node believes) and the file opened again.
     Raises StreamError, also where the disk fails; other OSErrors as they are."""
     end = clock() + wait_s
     while True:
         try:
-            return _read_checked(path, size_bytes, checksum)
+            with _open_published(path, size_bytes) as file:
+                return make(partial(_read_at, path, file.fileno()))
         except OSError as error:
             if error.errno in _UNREADABLE:
                 raise StreamError(f"{path}: cannot be read ({error.strerror})") from error
@@ -195,21 +218,26 @@ def read_checked(
                 raise
 
 
-def _read_checked(path: Path, size_bytes: int, checksum: str) -> pa.Buffer:
+def _open_published(path: Path, size_bytes: int) -> BinaryIO:
     try:
         file = open_plain(path, os.O_NOFOLLOW)
     except NotPlainError as error:
         raise StreamError(str(error)) from error
-    with file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        if size != size_bytes:
-            raise StreamError(f"{path}: {size} bytes, announced were {size_bytes}: torn or not the file announced")
-        data = pa.allocate_buffer(size_bytes)  # Arrow's memory is used again, which costs less than new
-        rest = memoryview(data).cast("B")
-        while rest and (count := os.readv(file.fileno(), [rest])):
-            rest = rest[count:]
-    return check_bytes(data.slice(0, size_bytes - len(rest)), size_bytes, checksum, path)
+    size = file.seek(0, os.SEEK_END)
+    if size != size_bytes:
+        file.close()
+        raise StreamError(f"{path}: {size} bytes, announced were {size_bytes}: torn or not the file announced")
+    return file
+
+
+def _read_at(path: Path, descriptor: int, at: int, size_bytes: int) -> pa.Buffer:
+    data = pa.allocate_buffer(size_bytes)  # Arrow's memory is used again, which costs less than new
+    rest = memoryview(data).cast("B")
+    while rest and (count := os.preadv(descriptor, [rest], at + size_bytes - len(rest))):
+        rest = rest[count:]
+    if rest:
+        raise StreamError(f"{path}: ends at byte {at + size_bytes - len(rest)}, before what was announced: torn")
+    return data
 
 
 def check_bytes(data: pa.Buffer | bytes, size_bytes: int, checksum: str, where: object) -> pa.Buffer:
@@ -234,7 +262,7 @@ def open_arrow(where: object, data: pa.Buffer, kind: str, schema: pa.Schema, run
     try:
         check_file(data)
         reader = pa.ipc.open_file(data)
-        header = _check_schema(where, reader.schema, kind, schema, run)
+        header = check_schema(where, reader.schema, kind, schema, run)
         batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         for batch in batches:
             batch.validate(full=True)
@@ -243,7 +271,9 @@ def open_arrow(where: object, data: pa.Buffer, kind: str, schema: pa.Schema, run
     return ArrowFile(header, reader.schema.metadata, batches)
 
 
-def _check_schema(where: object, found: pa.Schema, kind: str, schema: pa.Schema, run: str | None) -> Header:
+def check_schema(where: object, found: pa.Schema, kind: str, schema: pa.Schema, run: str | None) -> Header:
+    """The header of a file of this kind and schema. Raises StreamError as `open_arrow` does, KeyError and ValueError where it
+    has none."""
     header = _header(found)
     if header.kind != kind:
         raise StreamError(f"{where}: holds {header.kind!r}, wanted {kind!r}")

@@ -8,6 +8,7 @@ the data is checked by Arrow itself.
 
 import struct
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -15,30 +16,68 @@ _MAGIC = b"ARROW1"
 _CONTINUES = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of messages
 _MAX_DICTIONARIES = 32  # more than any schema of prl has columns
+_FRAME_BYTES = 10  # behind the footer: its length, and the name of the format
+_MARK_BYTES = 8  # before it: no more messages
 
 
 class GuardError(ValueError):
     """What prl does not write."""
 
 
+class Block(NamedTuple):
+    """Where a message lies in a file, as its footer says."""
+
+    at: int  # its first byte
+    bytes: int
+
+
 def check_file(data: pa.Buffer) -> None:
     """Raises GuardError (a ValueError) for an Arrow file with such messages, or one whose frame makes no sense."""
     view = memoryview(data)
-    if len(view) < 24 or bytes(view[:6]) != _MAGIC or bytes(view[-6:]) != _MAGIC:
+    if len(view) < 24 or bytes(view[:6]) != _MAGIC:
         raise GuardError("no Arrow file")
     try:
-        (footer_bytes,) = struct.unpack_from("<i", view, len(view) - 10)
-        if not 0 < footer_bytes <= len(view) - 18:
-            raise GuardError(f"a footer of {footer_bytes} bytes")
-        footer = view[len(view) - 10 - footer_bytes : len(view) - 10]
-        table = _root(footer)
-        dictionaries = list(_blocks(footer, _field(footer, table, 2)))
+        dictionaries, batches = _blocks(view)
         if len(dictionaries) > _MAX_DICTIONARIES:
             raise GuardError(f"{len(dictionaries)} dictionaries")
         _check_messages(view, dictionaries, _DICTIONARY)
-        _check_messages(view, _blocks(footer, _field(footer, table, 3)), _BATCH)
+        _check_messages(view, batches, _BATCH)
     except struct.error as error:
         raise GuardError(f"an offset leads out of the data ({error})") from error
+
+
+def tail_bytes(data: pa.Buffer | bytes) -> int:
+    """How long the end of an Arrow file is: the mark that ends its messages, the footer and what frames it. Nothing is looked
+    at but the last bytes of `data`, which ends where the file does. Raises GuardError."""
+    view = memoryview(data)
+    if len(view) < _FRAME_BYTES or bytes(view[-6:]) != _MAGIC:
+        raise GuardError("no Arrow file")
+    (footer_bytes,) = struct.unpack_from("<i", view, len(view) - _FRAME_BYTES)
+    if footer_bytes <= 0:
+        raise GuardError(f"a footer of {footer_bytes} bytes")
+    return int(_MARK_BYTES + footer_bytes + _FRAME_BYTES)
+
+
+def batches_in(tail: pa.Buffer | bytes) -> list[Block]:
+    """Where the record batches lie, from the end (see `tail_bytes`) of a file without dictionaries. Raises GuardError."""
+    try:
+        dictionaries, batches = _blocks(memoryview(tail))
+    except struct.error as error:
+        raise GuardError(f"an offset leads out of the footer ({error})") from error
+    if dictionaries:
+        raise GuardError(f"{len(dictionaries)} dictionaries")
+    return batches
+
+
+def check_batch(data: pa.Buffer) -> None:
+    """Raises GuardError for anything but one record batch's message."""
+    view = memoryview(data)
+    try:
+        end = _check_message(view, 0, _BATCH)
+    except struct.error as error:
+        raise GuardError(f"an offset leads out of the message ({error})") from error
+    if end != len(view):
+        raise GuardError(f"a message of {end} bytes in {len(view)}")
 
 
 def check_stream(data: bytes) -> None:
@@ -64,10 +103,10 @@ def _kind(view: memoryview, at: int) -> int:
     return _byte(message, _field(message, _root(message), 1))
 
 
-def _check_messages(view: memoryview, places: Iterable[int], kind: int) -> None:
+def _check_messages(view: memoryview, blocks: Iterable[Block], kind: int) -> None:
     """Each message lies behind the one before: none is read twice."""
     end = 0
-    for at in places:
+    for at, _ in blocks:
         if at < end:
             raise GuardError(f"the message at byte {at} begins before the end of another")
         end = _check_message(view, at, kind)
@@ -103,16 +142,26 @@ def _message(view: memoryview, at: int) -> tuple[memoryview, int]:
     return view[at + 8 : at + 8 + size], at + 8 + size
 
 
-def _blocks(footer: memoryview, vector: int) -> Iterator[int]:
-    """Where the messages of a vector of Blocks (24 bytes each) begin."""
+def _blocks(view: memoryview) -> tuple[list[Block], list[Block]]:
+    """Dictionaries and record batches, from the footer at the end of the data."""
+    size = tail_bytes(view)
+    if size > len(view):
+        raise GuardError(f"a footer of {size - _MARK_BYTES - _FRAME_BYTES} bytes")
+    footer = view[len(view) - size + _MARK_BYTES : len(view) - _FRAME_BYTES]
+    table = _root(footer)
+    return list(_vector(footer, _field(footer, table, 2))), list(_vector(footer, _field(footer, table, 3)))
+
+
+def _vector(footer: memoryview, vector: int) -> Iterator[Block]:
+    """Its Blocks, of 24 bytes each: first byte, bytes of the flatbuffer, of the body."""
     if vector:
         start = _follow(footer, vector)
         (count,) = struct.unpack_from("<I", footer, start)
         if count > len(footer) // 24:
             raise GuardError(f"{count} blocks")
         for number in range(count):
-            (at,) = struct.unpack_from("<q", footer, start + 4 + 24 * number)
-            yield at
+            at, header_bytes, body_bytes = struct.unpack_from("<qi4xq", footer, start + 4 + 24 * number)
+            yield Block(at, header_bytes + body_bytes)
 
 
 # Flatbuffers: a table begins with the distance back to its vtable, which holds each field's place in the table, 0 for none.

@@ -1,11 +1,12 @@
 """Step files: one a step, one record batch a micro-batch. A batch is a single row of lists, so that every per-token column of
-a micro-batch lies in one piece and becomes a numpy view. The header deals micro-batches to data-parallel ranks by tokens."""
+a micro-batch lies in one piece and becomes a numpy view. The header deals micro-batches to data-parallel ranks by tokens, each
+of which reads its own and nothing else (see `parts.py`)."""
 
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,16 @@ from prl.streams.arrays import Array, has_nulls, one_list
 from prl.streams.files import (
     Encoded,
     Header,
+    ReadAt,
     StreamError,
     StreamFile,
+    check_schema,
     check_tokens,
-    encode_file,
     list_published,
-    open_arrow,
     publish_arrow,
-    read_checked,
+    read_published,
 )
+from prl.streams.parts import Footer, encode_parts, read_batch, read_footer, read_part
 from prl.streams.records import NO_METRICS, MicroBatch, StepFacts
 from prl.streams.routings import ROUTINGS, SHAPE, from_values, shape_in, shape_of, to_column
 
@@ -93,7 +95,7 @@ def encode_step(
         schema, more[SHAPE] = SCHEMA.append(ROUTINGS), json.dumps(routed)
     schema = schema.with_metadata(header.metadata(more))
     batches = [_to_batch(microbatch, schema) for microbatch in microbatches]
-    return EncodedStep(facts.step, header, encode_file(schema, batches))
+    return EncodedStep(facts.step, header, encode_parts(schema, batches))
 
 
 def publish_step(folder: Path, encoded: EncodedStep) -> StreamFile:
@@ -140,40 +142,85 @@ def read_step(
     run: str | None = None,
     step: int | None = None,
     vocabulary: int | None = None,
+    share: tuple[int, int] | None = None,
     wait_s: float = 0.0,
 ) -> "StepFile":
     """A step's file, checked as `read_rollouts` does. `step`, where given, is the one that it has to be of, whatever its name
     says; `vocabulary` how many tokens the model knows. Raises StreamError for anything but the whole file that was announced.
-    """
-    found = open_step(path, read_checked(path, size_bytes, checksum, wait_s=wait_s), run)
+
+    `share` is a data-parallel rank and how many there are: of the file its end is read, and the micro-batches that are dealt to
+    this rank. Nothing is known of the others then, but that all ranks deal alike."""
+
+    def make(read: ReadAt) -> StepFile:
+        return _open_step(path, read, size_bytes, checksum, run, share)
+
+    found = read_published(path, size_bytes, make, wait_s=wait_s)
     if step is not None and found.facts.step != step:
         raise StreamError(f"{path}: holds step {found.facts.step}, wanted step {step}")
-    for batch in found.batches:
+    for batch in found.batches.values():
         check_tokens(path, batch.column("tokens").values.to_numpy(), vocabulary)
     return found
 
 
-def open_step(where: object, data: pa.Buffer, run: str | None) -> "StepFile":
-    """A step from the checked bytes of its file. Raises StreamError."""
-    opened = open_arrow(where, data, KIND, SCHEMA, run)
-    batches = opened.batches
+def read_own(file: StreamFile, *, run: str, step: int, newest_attempt: int, vocabulary: int | None = None) -> "StepFile":
+    """A step's whole file, as the run of this name wrote it in an attempt that it had. Raises StreamError for any other: it is
+    foreign, or damaged."""
+    if file.attempt > newest_attempt:
+        raise StreamError(f"{file.path}: of attempt {file.attempt}, the run's newest is attempt {newest_attempt}")
+    found = read_step(file.path, file.bytes, file.checksum, run=run, step=step, vocabulary=vocabulary)
+    told = (found.header.attempt, found.header.sequence)
+    if told != (file.attempt, file.sequence):
+        raise StreamError(f"{file.path}: its header says attempt {told[0]}, sequence {told[1]}")
+    return found
+
+
+def _open_step(
+    path: Path,
+    read: ReadAt,
+    size_bytes: int,
+    checksum: str,
+    run: str | None,
+    share: tuple[int, int] | None,
+) -> "StepFile":
+    """See `read_step`; `read` gives bytes of the file. Raises StreamError."""
+    footer = read_footer(path, read, size_bytes, checksum)
+    found = _read_header(path, footer, run)
+    if share is None:
+        read_part(f"{path}, its head", read, footer.head)
+        numbers = list(range(len(footer.batches)))
+    else:
+        rank, ranks = share
+        numbers = found.deal(ranks)[rank]
+    batches = {}
+    for number in numbers:
+        place = f"{path}, micro-batch {number}"
+        batch = read_batch(place, read, footer.batches[number], footer.schema)
+        _check_lists(batch, place)
+        if len(batch.column("tokens").values) != found.tokens[number]:
+            raise StreamError(f"{place}: of other tokens than its header deals")
+        batches[number] = batch
+    return replace(found, batches=batches)
+
+
+def _read_header(path: Path, footer: Footer, run: str | None) -> "StepFile":
+    """What holds for the whole step; no micro-batch is in it yet."""
+    metadata = footer.schema.metadata or {}
     try:
-        facts = StepFacts(**json.loads(opened.metadata[b"prl.facts"]))
-        tokens = json.loads(opened.metadata[b"prl.tokens"])
-        routed = shape_in(opened.metadata, batches[0].schema.names if batches else ())
+        header = check_schema(path, footer.schema, KIND, SCHEMA, run)
+        facts = StepFacts(**json.loads(metadata[b"prl.facts"]))
+        tokens = json.loads(metadata[b"prl.tokens"])
+        routed = shape_in(metadata, footer.schema.names)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise StreamError(f"{where}: no step facts in its header ({type(error).__name__}: {error})") from error
+        raise StreamError(f"{path}: no step facts in its header ({type(error).__name__}: {error})") from error
     counts = (facts.step, facts.trained_tokens, facts.samples, facts.microbatches)
     if any(type(n) is not int or n < 0 for n in counts) or not _is_positive(facts.denominator) or not facts.microbatches:
-        raise StreamError(f"{where}: its header speaks of {facts}")
-    metrics = _metrics(where, opened.metadata.get(b"prl.metrics", b"{}"))
-    if facts.microbatches != len(batches):
-        raise StreamError(f"{where}: {len(batches)} micro-batches, its header speaks of {facts.microbatches}")
-    for number, batch in enumerate(batches):
-        _check_lists(batch, f"{where}, micro-batch {number}")
-    if tokens != [len(batch.column("tokens").values) for batch in batches]:
-        raise StreamError(f"{where}: its header deals other micro-batches than it holds")
-    return StepFile(where, opened.header, facts, tokens, batches, routed, metrics)
+        raise StreamError(f"{path}: its header speaks of {facts}")
+    metrics = _metrics(path, metadata.get(b"prl.metrics", b"{}"))
+    if facts.microbatches != len(footer.batches):
+        raise StreamError(f"{path}: {len(footer.batches)} micro-batches, its header speaks of {facts.microbatches}")
+    if type(tokens) is not list or len(tokens) != facts.microbatches or any(type(n) is not int or n < 0 for n in tokens):
+        raise StreamError(f"{path}: its header deals other micro-batches than it holds")
+    return StepFile(path, header, facts, metrics, tokens, routed, batches={})
 
 
 def _is_positive(number: object) -> bool:
@@ -218,26 +265,17 @@ def _check_lists(batch: pa.RecordBatch, where: str) -> None:
             raise StreamError(f"{where}: {name} below 0")
 
 
+@dataclass(frozen=True, eq=False)
 class StepFile:
-    """A step file in memory."""
+    """A step file in memory, or the micro-batches of it that were read."""
 
-    def __init__(
-        self,
-        where: object,
-        header: Header,
-        facts: StepFacts,
-        tokens: list[int],
-        batches: list[pa.RecordBatch],
-        routed: tuple[int, int] | None,
-        metrics: Mapping[str, float],
-    ) -> None:
-        self.where = where
-        self.header = header
-        self.facts = facts
-        self.tokens = tokens  # of each micro-batch
-        self.batches = batches  # one a micro-batch
-        self.metrics = metrics  # data/*, without the prefix; empty where the writer knew none
-        self._routed = routed  # layers, experts a token; None: nothing is known of experts
+    path: Path
+    header: Header
+    facts: StepFacts
+    metrics: Mapping[str, float]  # data/*, without the prefix; empty where the writer knew none
+    tokens: list[int]  # of each micro-batch, also of those that were not read
+    routed: tuple[int, int] | None  # layers, experts a token; None: nothing is known of experts
+    batches: Mapping[int, pa.RecordBatch]  # by the micro-batch's number; a rank's in the order in which they are dealt to it
 
     def deal(self, data_parallel_size: int) -> list[list[int]]:
         """Numbers of the micro-batches of each rank: every one once, as many and (nearly) as long on each rank as can be. Where
@@ -245,7 +283,8 @@ class StepFile:
         return deal(self.tokens, data_parallel_size)
 
     def microbatch(self, number: int) -> MicroBatch:
-        """One micro-batch; its arrays are read-only views. Raises StreamError where its routings do not fit its tokens."""
+        """One micro-batch of those read; its arrays are read-only views. Raises StreamError where its routings do not fit its
+        tokens."""
         batch = self.batches[number]
 
         def values(name: str) -> Array:
@@ -255,11 +294,11 @@ class StepFile:
         reference = None if batch.column("reference_logprobs").null_count else values("reference_logprobs")
         ids = zip(*(batch.column(name).values.to_pylist() for name in _IDS), strict=True)
         routings = None
-        if self._routed:
+        if self.routed:
             try:
-                routings = from_values(values(ROUTINGS.name), self._routed, self.tokens[number])
+                routings = from_values(values(ROUTINGS.name), self.routed, self.tokens[number])
             except ValueError as error:
-                raise StreamError(f"{self.where}, micro-batch {number}: {error}") from error
+                raise StreamError(f"{self.path}, micro-batch {number}: {error}") from error
         return MicroBatch(
             **{name: values(name) for name in _PER_TOKEN},
             boundaries=values("boundaries"),
@@ -268,10 +307,14 @@ class StepFile:
             routings=routings,
         )
 
+    def microbatches(self) -> list[MicroBatch]:
+        """All that were read."""
+        return [self.microbatch(number) for number in self.batches]
+
     def rollout_ids(self) -> list[RolloutId]:
-        """Every rollout of the step, once, in rising order."""
+        """Every rollout of what was read, once, in rising order."""
         found: set[RolloutId] = set()
-        for batch in self.batches:
+        for batch in self.batches.values():
             found.update(RolloutId(*i) for i in zip(*(batch.column(name).values.to_pylist() for name in _IDS), strict=True))
         return sorted(found)
 

@@ -119,10 +119,10 @@ def _train(
             run=written_by,
             step=step + 1,
             vocabulary=engine.config.vocabulary,
+            share=(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()),
             wait_s=child.config.control.lost_after_s,
         )
-        mine = data.deal(parallel_state.get_data_parallel_world_size())[parallel_state.get_data_parallel_rank()]
-        microbatches = [data.microbatch(index) for index in mine]
+        microbatches = data.microbatches()
         read = time.monotonic()
         metrics = train_step(engine, microbatches, data.facts)
         skipped = skipped + 1 if metrics[names.SKIPPED] else 0

@@ -34,6 +34,7 @@ def original(tmp_path, monkeypatch):
     Path("c.yaml").write_text(CONFIG)
     run = RunFolder(tmp_path / "original")
     run.create()
+    run.attempt(1).mkdir()
     run.config.write_text(dump(load(Path("c.yaml"), [])))
     for step in (1, 2, 3):
         step_file(run, step, "one", attempt=1)

@@ -405,24 +405,27 @@ def test_a_step_file_that_is_not_this_runs_own_is_not_trained(tmp_path, caplog, 
 
 
 def test_a_foreign_file_of_a_trained_step_hides_none_of_the_runs_own(tmp_path, caplog):
-    """It has a higher attempt; so has a damaged one. Both are set aside, and told once."""
+    """It has a higher sequence, so has a damaged one; and one of an attempt that the run never had says that it is the run's.
+    All are set aside, and told once."""
     first = Attempt(tmp_path)
     first.lease(6)
     first.train(1, 0, 1)
     first.checkpoint(1)
     first.train(2, 2, 3)
     own = find_steps(first.run.steps)[2]
-    step_file(first.run, 2, first.ids(2, 3), 7, attempt=998)
+    step_file(first.run, 2, first.ids(2, 3), 7)
     flip(find_steps(first.run.steps)[2].path, 100)
-    step_file(first.run, 2, first.ids(4, 5), 8, writer="another", attempt=999)
+    step_file(first.run, 2, first.ids(4, 5), 8, writer="another")
+    step_file(first.run, 2, first.ids(4, 5), 9, attempt=999)
     start = find_start(first.run, CONFIG)
     assert [entry.file["path"] for entry in start.waiting] == [str(own.path.relative_to(first.run.path))]
     assert start.waiting[0].trained == sorted(first.ids(2, 3))
     assert [words.partition(": ")[0] for words in start.refused] == [
         "step 2 is trained from another file; set aside as of no use"
-    ] * 2
-    assert "of run 'another', this is run 'r'" in start.refused[0]
-    assert "checksum" in start.refused[1]
+    ] * 3
+    assert "of attempt 999, the run's newest is attempt 1" in start.refused[0]
+    assert "of run 'another', this is run 'r'" in start.refused[1]
+    assert "checksum" in start.refused[2]
     assert all(words in caplog.text for words in start.refused)
     assert {path.name[:18] for path in first.run.quarantine.glob("*.arrow")} == {"steps_step_0000000"}
     assert len(list(first.run.quarantine.glob("*.arrow"))) == 2

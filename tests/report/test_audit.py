@@ -18,6 +18,7 @@ from prl.report.audit import audit, render
 from prl.report.audit_ids import gaps
 from prl.report.read import ReportError
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.reclaim import move_aside
 from prl.streams import rollouts
 from prl.streams.contract import GroupFacts, Published
 from prl.streams.files import Header, encode_file, list_published, open_arrow, publish_arrow, read_checked
@@ -459,8 +460,60 @@ def test_a_missing_value_in_a_rollout_file_is_a_finding(run, column):
     assert "values are missing" in render(audit(run.path))
 
 
-def test_a_step_file_without_anything_is_a_finding(run):
+def test_a_step_file_without_anything_is_a_finding_where_there_is_no_other(run):
     file = find_steps(run.steps)[5]
     facts = replace(read_step(file.path, file.bytes, file.checksum).facts, microbatches=0)
     write_step(run.steps, [], facts, run="played", attempt=file.attempt, sequence=file.sequence + 100)
-    assert "microbatches=0" in render(audit(run.path))
+    result = audit(run.path)
+    assert result.passed, render(result)
+    assert ["microbatches=0" in words for words in result.foreign] == [True]
+    file.path.unlink()
+    text = render(audit(run.path))
+    assert "step 5: " in text
+    assert "microbatches=0" in text
+    assert text.endswith("audit: failed, 1 finding")
+
+
+def copy_step(run: RunFolder, step: int, name: str, attempt: int, to_step: int | None = None) -> None:
+    """The run's own file of a step once more, as if a run of this name had written it in this attempt."""
+    file = find_steps(run.steps)[step]
+    found = read_step(file.path, file.bytes, file.checksum)
+    facts = replace(found.facts, step=to_step or step)
+    write_step(run.steps, found.microbatches(), facts, run=name, attempt=attempt, sequence=10_000)
+
+
+def test_a_foreign_step_file_beside_the_runs_own_is_told_and_no_finding(run):
+    """As a resume does, which sets it aside: another run's, and one of an attempt that this run never had."""
+    copy_step(run, 2, "another", 999)
+    copy_step(run, 4, "played", 999)
+    before = audit(run.path)
+    assert before.passed, render(before)
+    assert before.step_files == len(find_steps(run.steps))
+    assert ["of run 'another', this is run 'played'" in words for words in before.foreign] == [False, False]
+    assert [f"of attempt 999, the run's newest is attempt {before.attempts}" in words for words in before.foreign] == [True] * 2
+    text = render(before)
+    assert "0 quarantined, 2 passed over" in text
+    assert "passed over, the run does not need it: " in text
+    for file in find_steps(run.steps).values():
+        if file.attempt == 999:
+            move_aside(run, file.path, ())
+    after = audit(run.path)
+    assert after.passed
+    assert (after.quarantined_files, after.foreign) == (2, [])
+
+
+def test_a_foreign_step_file_of_a_step_that_was_not_trained_is_no_finding(run):
+    copy_step(run, 2, "played", 999, to_step=10**6)
+    result = audit(run.path)
+    assert result.passed, render(result)
+    assert len(result.foreign) == 1
+
+
+def test_a_foreign_step_file_in_place_of_the_runs_own_is_a_finding(run):
+    own = find_steps(run.steps)[2].path
+    copy_step(run, 2, "another", 2)
+    own.unlink()
+    text = render(audit(run.path))
+    assert "step 2: " in text
+    assert "of run 'another', this is run 'played'" in text
+    assert text.endswith("audit: failed, 1 finding")

@@ -19,7 +19,7 @@ from prl.streams.reader import rows_in
 from prl.streams.records import Group, Rollout, Turn
 from prl.streams.rollouts import check_group, to_arrow
 from prl.streams.rows import to_groups
-from prl.streams.steps import encode_step, open_step
+from prl.streams.steps import read_step, write_step
 
 LAYERS, EXPERTS = 2, 3
 
@@ -88,7 +88,7 @@ def test_behind_an_abort_what_was_sampled_keeps_its_experts():
     assert answer.routings.tolist() == [*before.tolist(), *behind[4:].tolist()]
 
 
-def test_they_reach_the_trainers_micro_batch():
+def test_they_reach_the_trainers_micro_batch(tmp_path):
     """Two turns that make up one sequence, and a rollout of which nothing was recorded."""
     one, two = experts(3, 1), experts(7, 2)
     first = turn([1, 2], parse_answer(reply([3, 4], one), 2))
@@ -100,8 +100,8 @@ def test_they_reach_the_trainers_micro_batch():
     (found,) = to_groups(rows[0])
     options = PreprocessOptions(pack_tokens=16)
     step = build_step([prepare(found, options)], Moment(1, 0, {}, 2), options, 1)
-    encoded = encode_step(step.microbatches, step.facts, run="run", attempt=1, sequence=0)
-    batch = open_step("here", pa.py_buffer(encoded.data.whole()), "run").microbatch(0)
+    file = write_step(tmp_path, step.microbatches, step.facts, run="run", attempt=1, sequence=0)
+    batch = read_step(file.path, file.bytes, file.checksum, run="run").microbatch(0)
     nothing = np.full((1, LAYERS, EXPERTS), -1).tolist()
     # Tokens 1, 2, 3 as the first answer was sampled; 4, which went nowhere then, to 7 as the second one was; not the last one.
     expected = {(1, 2, 3, 4, 5, 6, 7, 8): [*one.tolist(), *two[3:].tolist(), *nothing], (1, 2, 9): nothing * 3}

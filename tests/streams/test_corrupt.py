@@ -5,18 +5,22 @@ import resource
 import struct
 import tracemalloc
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from stream_data import make_group
 from test_ledger import events_of
-from test_step_files import make_step
+from test_step_files import assert_same, make_step
 
 from prl.streams import ledger, rollouts, steps
-from prl.streams.files import Header, StreamError, check_bytes, checksum_of, encode_file
+from prl.streams.files import Header, StreamError, StreamFile, check_bytes, checksum_of, encode_file
+from prl.streams.guard import batches_in, tail_bytes
+from prl.streams.parts import encode_parts
 from prl.streams.reader import rows_in
-from prl.streams.records import Group
+from prl.streams.records import Group, MicroBatch
 from prl.streams.rows import rows_of, to_groups
 
 HEADER = Header("rollouts", "run", 1, "actor_0", 0)
@@ -33,9 +37,22 @@ def groups_of(data: pa.Buffer, run: str | None = None) -> list[Group]:
     return [group for found in rows for group in to_groups(found)]
 
 
-def step_file(folder) -> bytes:
+def step_file(folder) -> StreamFile:
     made, facts = make_step(np.random.default_rng(0), 7, 2)
-    return steps.write_step(folder, made, facts, run="run", attempt=1, sequence=0).path.read_bytes()
+    return steps.write_step(folder, made, facts, run="run", attempt=1, sequence=0)
+
+
+def sealed(data: bytes) -> tuple[bytes, str]:
+    """A step file whose checksums are those of what it holds, and its own, as far as where its parts lie can be made out."""
+    try:
+        tail_at = len(data) - tail_bytes(data)
+        starts = [0, *(block.at for block in batches_in(data[tail_at:])), tail_at]
+        told = pa.ipc.open_file(pa.py_buffer(data)).metadata[b"prl.checksums"]
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
+        return data, checksum_of(data[-18:])
+    held = "".join(checksum_of(data[start:end]) for start, end in pairwise(starts)).encode()
+    tail = data[tail_at:].replace(told, held) if len(held) == len(told) else data[tail_at:]
+    return data[:tail_at] + tail, checksum_of(tail)
 
 
 def ledger_payload() -> bytes:
@@ -47,12 +64,10 @@ def read_rollout_file(data: bytes) -> None:
         rollouts.check_group(group)
 
 
-def read_step_file(data: bytes) -> None:
-    step = steps.open_step("a file", pa.py_buffer(data), "run")
+def read_step_file(path: Path, size_bytes: int, checksum: str, share: tuple[int, int] | None = None) -> list[MicroBatch]:
+    step = steps.read_step(path, size_bytes, checksum, run="run", share=share)
     step.rollout_ids()
-    step.deal(2)
-    for number in range(step.facts.microbatches):
-        step.microbatch(number)
+    return step.microbatches()
 
 
 def read_ledger_payload(data: bytes) -> None:
@@ -99,16 +114,17 @@ MUTATIONS = (flip, truncate, splice, edit_numbers)
 @pytest.mark.parametrize("count", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_corrupt_files_only_ever_raise_stream_errors(tmp_path, count):
     rng = random.Random(count)
-    good = [rollout_file(), step_file(tmp_path), ledger_payload()]
-    readers = (read_rollout_file, read_step_file, read_ledger_payload)
+    good = [rollout_file(), ledger_payload()]
+    readers = (read_rollout_file, read_ledger_payload)
     for data, read in zip(good, readers, strict=True):
         read(data)
+    others = [*good, step_file(tmp_path).path.read_bytes()]
     refused = passed = 0
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(count):
-        kind = number % 3
+        kind = number % 2
         data = bytearray(good[kind])
-        MUTATIONS[number // 3 % len(MUTATIONS)](data, good, rng)
+        MUTATIONS[number // 2 % len(MUTATIONS)](data, others, rng)
         corrupt = bytes(data)
         if corrupt == good[kind]:
             continue
@@ -123,6 +139,50 @@ def test_corrupt_files_only_ever_raise_stream_errors(tmp_path, count):
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) / 1024
     assert refused > count // 4
     assert passed > count // 100
+    assert grown_mib < 200
+
+
+@pytest.mark.parametrize("count", [2_000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_corrupt_step_files_give_the_micro_batches_that_were_written_or_stream_errors(tmp_path, count):
+    """Who reads all of a file finds everything, a rank what is wrong with what it reads. Where the checksums are made to fit
+    what the file holds by now, it is as with the other kinds."""
+    rng = random.Random(count)
+    file = step_file(tmp_path)
+    good, others = file.path.read_bytes(), [rollout_file(), ledger_payload(), file.path.read_bytes()]
+    announced = (file.path, file.bytes, file.checksum)
+    wanted = {share: read_step_file(*announced, share) for share in ((0, 2), (1, 2))}
+    assert [len(found) for found in wanted.values()] == [1, 1]
+    assert sealed(good) == (good, file.checksum)
+    spared = refused = passed = 0
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(count):
+        data = bytearray(good)
+        MUTATIONS[number % len(MUTATIONS)](data, others, rng)
+        corrupt = bytes(data)
+        if corrupt == good:
+            continue
+        file.path.write_bytes(corrupt)
+        with pytest.raises(StreamError):
+            read_step_file(*announced)
+        for share, own in wanted.items():
+            try:
+                (found,) = read_step_file(*announced, share)
+            except StreamError:
+                continue
+            assert_same(found, own[0])
+            spared += 1
+        corrupt, checksum = sealed(corrupt)
+        file.path.write_bytes(corrupt)
+        for share in (None, *wanted):
+            try:
+                read_step_file(file.path, len(corrupt), checksum, share)
+                passed += 1
+            except StreamError:
+                refused += 1
+    grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) / 1024
+    assert spared > count // 10
+    assert refused > count // 4
+    assert passed > count // 10
     assert grown_mib < 200
 
 
@@ -208,17 +268,52 @@ def test_values_may_be_missing_nowhere():
             rows_of(changed, "a batch")
 
 
+def resealed(path: Path, data: bytes) -> StreamFile:
+    """A step file of this content, with the checksums of what it holds."""
+    data, checksum = sealed(data)
+    path.write_bytes(data)
+    return StreamFile(path, len(data), checksum, 1, 0)
+
+
+@pytest.mark.parametrize("share", [None, (0, 2), (1, 2)])
+def test_a_step_whose_footer_tells_other_than_it_holds_is_refused(tmp_path, share):
+    """Checksums and all."""
+    good = step_file(tmp_path).path.read_bytes()
+    reader = pa.ipc.open_file(pa.py_buffer(good))
+    batches = [reader.get_batch(n) for n in range(2)]
+
+    def written(checksums: int, named=batches, **options) -> bytes:
+        sink, metadata = pa.BufferOutputStream(), {"prl.checksums": "0" * checksums}
+        with pa.ipc.new_file(sink, reader.schema, options=pa.ipc.IpcWriteOptions(**options), metadata=metadata) as writer:
+            for batch in named:
+                writer.write_batch(batch)
+        return sink.getvalue().to_pybytes()
+
+    cases = {
+        "micro-batch . no record batch of prl .*compressed buffers": written(48, compression="zstd"),
+        "its header speaks of 2": written(64, [*batches, batches[0]]),
+        "32 digits of checksums for 2 record batches": written(32),
+        "a record batch at byte .* expected at byte": name_first_batch(written(48), 2),
+        "KeyError: b'prl.checksums'": encode_file(reader.schema, batches).whole(),
+        "its header deals other micro-batches": good.replace(b"[57, 27]", b"[57, -7]"),
+        "of other tokens than its header deals": good.replace(b"[57, 27]", b"[75, 72]"),
+    }
+    for words, data in cases.items():
+        file = resealed(tmp_path / "changed", data)
+        with pytest.raises(StreamError, match=words.replace("micro-batch .", "micro-batch .*:")):
+            read_step_file(file.path, file.bytes, file.checksum, share)
+
+
 def test_a_header_that_is_nested_without_end_is_no_step(tmp_path):
-    data = step_file(tmp_path)
-    reader = pa.ipc.open_file(pa.py_buffer(data))
+    reader = pa.ipc.open_file(step_file(tmp_path).path)
     for facts in (b"[" * 100_000, b"{}", b'{"step": "1"}', b"1e999"):
         schema = reader.schema.with_metadata({**reader.schema.metadata, b"prl.facts": facts})
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, schema) as writer:
-            for i in range(reader.num_record_batches):
-                writer.write_batch(pa.record_batch(reader.get_batch(i).columns, schema=schema))
+        batches = [pa.record_batch(reader.get_batch(i).columns, schema=schema) for i in range(reader.num_record_batches)]
+        encoded = encode_parts(schema, batches)
+        path = tmp_path / "changed"
+        path.write_bytes(encoded.whole())
         with pytest.raises(StreamError, match="header"):
-            steps.open_step("a file", sink.getvalue(), None)
+            steps.read_step(path, encoded.size, encoded.checksum)
 
 
 def test_a_group_number_that_goes_wrong_is_told():

@@ -14,7 +14,7 @@ from prl.streams.records import Group, MicroBatch, StepFacts
 from prl.streams.rollouts import SCHEMA, check_group, to_arrow
 from prl.streams.routings import ROUTINGS, SHAPE
 from prl.streams.rows import to_groups
-from prl.streams.steps import encode_step, open_step
+from prl.streams.steps import encode_step, read_step, write_step
 
 HEADER = Header("rollouts", "run", 1, "actor-000", 0)
 LAYERS, EXPERTS = 3, 2
@@ -106,16 +106,16 @@ def microbatch(tokens: int, routings: np.ndarray | None) -> MicroBatch:
     )
 
 
-def test_steps_have_the_routings_of_those_micro_batches_that_have_some():
+def test_steps_have_the_routings_of_those_micro_batches_that_have_some(tmp_path):
     given = np.random.default_rng(1).integers(-1, 9, (5, LAYERS, EXPERTS)).astype(np.int16)
     facts = StepFacts(1, 9.0, 9, 2, 2)
-    encoded = encode_step([microbatch(5, given), microbatch(4, None)], facts, run="run", attempt=1, sequence=0)
-    step = open_step("here", pa.py_buffer(encoded.data.whole()), "run")
+    file = write_step(tmp_path, [microbatch(5, given), microbatch(4, None)], facts, run="run", attempt=1, sequence=0)
+    step = read_step(file.path, file.bytes, file.checksum)
     assert step.microbatch(0).routings.tolist() == given.tolist()
     assert step.microbatch(1).routings is None
-    plain = encode_step([microbatch(5, None), microbatch(4, None)], facts, run="run", attempt=1, sequence=0)
-    assert open_step("here", pa.py_buffer(plain.data.whole()), "run").microbatch(0).routings is None
-    assert ROUTINGS.name not in pa.ipc.open_file(plain.data.whole()).schema.names
+    plain = write_step(tmp_path, [microbatch(5, None), microbatch(4, None)], facts, run="run", attempt=1, sequence=1)
+    assert read_step(plain.path, plain.bytes, plain.checksum).microbatch(0).routings is None
+    assert ROUTINGS.name not in pa.ipc.open_file(plain.path).schema.names
 
 
 def test_a_step_with_routings_of_other_tokens_is_refused():

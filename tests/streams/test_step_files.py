@@ -2,15 +2,19 @@
 
 import json
 from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset
 import pytest
 
 from prl.flow.ids import RolloutId
-from prl.streams.files import StreamError, StreamFile, encode_file, next_sequence, open_arrow, publish_arrow, read_checked
+from prl.streams.files import StreamError, StreamFile, next_sequence, publish_arrow
+from prl.streams.parts import encode_parts
 from prl.streams.records import MicroBatch, StepFacts
-from prl.streams.steps import KIND, SCHEMA, find_steps, read_step, write_step
+from prl.streams.steps import SCHEMA, find_steps, read_step, write_step
 
 
 def make_microbatch(rng: np.random.Generator, lengths: list[int], first: int, reference: bool = False) -> MicroBatch:
@@ -93,6 +97,74 @@ def test_any_number_of_ranks_deals_the_same_micro_batches(tmp_path):
     assert sorted(i for rank in file.deal(3) for i in rank) == list(range(8))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 11])
+def test_each_rank_reads_what_is_dealt_to_it(tmp_path, ranks):
+    """Also of a file that was made for other ranks, and where there are more of them than micro-batches."""
+    made, facts = make_step(np.random.default_rng(1), 1, 8)
+    file = write_step(tmp_path, made, facts, run="run", attempt=1, sequence=0)
+    dealt = read_step(file.path, file.bytes, file.checksum).deal(ranks)
+    for rank in range(ranks):
+        own = read_step(file.path, file.bytes, file.checksum, share=(rank, ranks))
+        assert list(own.batches) == dealt[rank]
+        assert own.facts == facts
+        for number, found in zip(dealt[rank], own.microbatches(), strict=True):
+            assert_same(found, made[number])
+
+
+def bytes_read() -> int:
+    """By this process, whether from a disk or from the system's memory."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_rank_reads_no_more_of_a_file_than_its_own(tmp_path):
+    """32 micro-batches of 4,096 tokens in 7 columns of 4 bytes; their ids and the file's end are less than 20 KiB."""
+    made = [make_microbatch(np.random.default_rng(n), [2048, 2048], 10 * n, reference=True) for n in range(32)]
+    file = write_step(tmp_path, made, StepFacts(1, 1.0, 1, 64, 32), run="run", attempt=1, sequence=0)
+    for ranks in (1, 8, 32):
+        for rank in (0, ranks - 1):
+            before = bytes_read()
+            read_step(file.path, file.bytes, file.checksum, share=(rank, ranks))
+            own = 4096 * 7 * 4 * 32 // ranks
+            assert own < bytes_read() - before < own + 1500 * 32 // ranks + 20 * 1024
+
+
+def test_a_flipped_bit_is_found_by_those_that_read_it(tmp_path):
+    """The file is its head, which is for other tools, then micro-batch after micro-batch, then its end."""
+    made, facts = make_step(np.random.default_rng(3), 7, 9)
+    file = write_step(tmp_path, made, facts, run="run", attempt=1, sequence=0)
+    whole, ranks = file.path.read_bytes(), range(4)
+    owner = {number: rank for rank, own in enumerate(read_step(file.path, file.bytes, file.checksum).deal(4)) for number in own}
+    found = []
+    for at in range(0, file.bytes, 97):
+        data = bytearray(whole)
+        data[at] ^= 1 << at % 8
+        file.path.write_bytes(data)
+        with pytest.raises(StreamError, match=r"checksum|no Arrow file|its end would be|a footer of"):
+            read_step(file.path, file.bytes, file.checksum)
+        hurt = set()
+        for rank in ranks:
+            try:
+                own = read_step(file.path, file.bytes, file.checksum, share=(rank, 4))
+            except StreamError:
+                hurt.add(rank)
+                continue
+            for number, microbatch in zip(own.batches, own.microbatches(), strict=True):
+                assert_same(microbatch, made[number])
+        found.append(hurt)
+    expected = [set(), *({owner[number]} for number in range(9)), set(ranks)]
+    assert [hurt for hurt, _ in groupby(found)] == [hurt for hurt, _ in groupby(expected)]
+
+
+def test_any_tool_opens_a_step_file(tmp_path):
+    made, facts = make_step(np.random.default_rng(1), 1, 3)
+    file = write_step(tmp_path, made, facts, run="run", attempt=1, sequence=0)
+    table = pyarrow.dataset.dataset(file.path, format="arrow").to_table()
+    assert table.column("tokens").to_pylist() == [m.tokens.tolist() for m in made]
+    with pa.OSFile(str(file.path)) as opened:  # one after another, as from a pipe
+        opened.seek(8)
+        assert pa.ipc.open_stream(opened).read_all().equals(table)
+
+
 def test_the_latest_file_of_a_step_is_found(tmp_path):
     rng = np.random.default_rng(2)
     assert find_steps(tmp_path / "nowhere") == {}
@@ -128,7 +200,7 @@ def test_damage_is_refused(tmp_path):
     published.path.write_bytes(data[:-1])
     with pytest.raises(StreamError, match="announced were"):
         read_step(published.path, published.bytes, published.checksum)
-    data[200] ^= 1
+    data[-200] ^= 1
     published.path.write_bytes(data)
     with pytest.raises(StreamError, match="checksum"):
         read_step(published.path, published.bytes, published.checksum)
@@ -138,14 +210,14 @@ def rewritten(folder, column: str, change) -> StreamFile:
     """A step file of which one column of the first micro-batch is another, checksum and all."""
     made, facts = make_step(np.random.default_rng(0), 7, 2)
     file = write_step(folder, made, facts, run="run", attempt=1, sequence=0)
-    opened = open_arrow(file.path, read_checked(file.path, file.bytes, file.checksum), KIND, SCHEMA, None)
+    opened = read_step(file.path, file.bytes, file.checksum)
     batch, place = opened.batches[0], SCHEMA.names.index(column)
     values = pa.array([change(batch.column(column).to_pylist()[0])], SCHEMA.field(column).type)
     columns = [*batch.columns[:place], values, *batch.columns[place + 1 :]]
     tokens = [len(columns[0].values), len(opened.batches[1].column(0).values)]
-    schema = SCHEMA.with_metadata({**opened.metadata, b"prl.tokens": json.dumps(tokens)})
+    schema = SCHEMA.with_metadata({**pa.ipc.open_file(file.path).schema.metadata, b"prl.tokens": json.dumps(tokens)})
     batches = [pa.record_batch(found, schema=schema) for found in (columns, opened.batches[1].columns)]
-    return publish_arrow(folder, "step_00000008", opened.header, encode_file(schema, batches))
+    return publish_arrow(folder, "step_00000008", opened.header, encode_parts(schema, batches))
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,18 @@
 """What every backend of the rollout stream does alike."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from memory_store import MemoryAppender, MemorySource, MemoryStore
 from stream_data import assert_equal, make_group, make_turn
 
+from prl.config.load import ConfigError, load
 from prl.flow.versions import Version
 from prl.runfolder.paths import RunFolder
 from prl.streams.contract import announced
 from prl.streams.files import StreamError
+from prl.streams.memory import MemoryAppender, MemorySource, MemoryStore
 from prl.streams.opening import open_reader, open_writer
 from prl.streams.options import RedisOptions, StreamsOptions
 from prl.streams.reader import RolloutReader
@@ -163,8 +165,7 @@ def test_a_released_number_is_never_used_again(stream):
     assert [e.sequence for e in reader.entries()] == ([0, 1, 2] if stream.backend == "folder" else [2])
     reader.release({"actor-000": 2})
     (entry,) = stream.writer(roll_groups=1).append(stream.group(3))
-    if stream.backend != "memory":  # which forgets with its process
-        assert entry.sequence == 3
+    assert entry.sequence == 3
 
 
 @pytest.mark.parametrize("wrong", ["bytes", "checksum", "sequence", "run"])
@@ -191,6 +192,11 @@ def test_what_is_not_there_is_no_entry(stream):
     gone = replace(entry, name=entry.name.replace("actor-000", "actor-009"), writer="actor-009")
     with pytest.raises(StreamError, match="not there"):
         stream.reader().read(gone)
+
+
+def test_no_run_can_choose_the_memory_of_one_process():
+    with pytest.raises(ConfigError, match=r"streams.backend.*memory"):
+        load(Path(__file__).parents[2] / "configs/quickstart.yaml", ["streams.backend=memory"])
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a:b", "ü", "x" * 101])
