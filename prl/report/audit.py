@@ -55,7 +55,9 @@ class Audit:
     rollouts_read: int = 0
     step_files: int = 0
     quarantined_files: int = 0  # damaged or foreign files, told apart by the run itself
-    foreign: list[str] = field(default_factory=list)  # step files, damaged ones too, that the run does not need: where a resume
+    passed_over: list[str] = field(
+        default_factory=list
+    )  # step files, damaged ones too, that the run does not need: where a resume
     # comes upon them, it sets them aside
     reclaimed_files: int = 0
     rollouts_kept: bool = True  # False: they went through Redis, so that there are none to check
@@ -349,9 +351,9 @@ def _check_step_files(
                 for words in useless:  # a resume would ask for the file that was trained
                     findings.add(f"step {step}", words)
             else:
-                result.foreign += useless
+                result.passed_over += useless
             continue
-        result.foreign += useless
+        result.passed_over += useless
         result.step_files += 1
         rows = step_rows(own.path.relative_to(run.path).as_posix(), step, own, ledger.problems, findings)
         if recorded is not None:
@@ -380,13 +382,13 @@ def render(result: Audit) -> str:
         f"  issued again  {sum(result.issued_again.values()):>12,}  {_reasons(result.issued_again)}",
         f"  open          {result.open:>12,}",
         f"  files         {result.rollout_files:>12,}  of rollouts ({result.rollouts_read:,} rollouts), {result.step_files:,} "
-        f"of steps; {result.reclaimed_files:,} reclaimed, {result.quarantined_files:,} quarantined, {len(result.foreign):,} "
+        f"of steps; {result.reclaimed_files:,} reclaimed, {result.quarantined_files:,} quarantined, {len(result.passed_over):,} "
         "passed over",
         f"  greatest lag  {result.lag_max:>12,}",
         *([] if result.rollouts_kept else ["  not checked: rollouts, which went through Redis and are not kept"]),
         *([f"  a replay of {result.replay}: audit that run for the rollouts"] if result.replay else []),
     ]
-    lines += [f"  passed over, the run does not need it: {words}" for words in result.foreign[:SHOWN]]
+    lines += [f"  passed over, the run does not need it: {words}" for words in result.passed_over[:SHOWN]]
     lines += [f"  {entry['what']}: {entry['wrong']}" if entry["what"] else f"  {entry['wrong']}" for entry in result.named]
     if result.findings > len(result.named):
         lines.append(f"  ... and {result.findings - len(result.named):,} more")

@@ -466,7 +466,7 @@ def test_a_step_file_without_anything_is_a_finding_where_there_is_no_other(run):
     write_step(run.steps, [], facts, run="played", attempt=file.attempt, sequence=file.sequence + 100)
     result = audit(run.path)
     assert result.passed, render(result)
-    assert ["microbatches=0" in words for words in result.foreign] == [True]
+    assert ["microbatches=0" in words for words in result.passed_over] == [True]
     file.path.unlink()
     text = render(audit(run.path))
     assert "step 5: " in text
@@ -489,8 +489,10 @@ def test_a_foreign_step_file_beside_the_runs_own_is_told_and_no_finding(run):
     before = audit(run.path)
     assert before.passed, render(before)
     assert before.step_files == len(find_steps(run.steps))
-    assert ["of run 'another', this is run 'played'" in words for words in before.foreign] == [False, False]
-    assert [f"of attempt 999, the run's newest is attempt {before.attempts}" in words for words in before.foreign] == [True] * 2
+    assert ["of run 'another', this is run 'played'" in words for words in before.passed_over] == [False, False]
+    assert [f"of attempt 999, the run's newest is attempt {before.attempts}" in words for words in before.passed_over] == [
+        True
+    ] * 2
     text = render(before)
     assert "0 quarantined, 2 passed over" in text
     assert "passed over, the run does not need it: " in text
@@ -499,14 +501,14 @@ def test_a_foreign_step_file_beside_the_runs_own_is_told_and_no_finding(run):
             move_aside(run, file.path, ())
     after = audit(run.path)
     assert after.passed
-    assert (after.quarantined_files, after.foreign) == (2, [])
+    assert (after.quarantined_files, after.passed_over) == (2, [])
 
 
 def test_a_foreign_step_file_of_a_step_that_was_not_trained_is_no_finding(run):
     copy_step(run, 2, "played", 999, to_step=10**6)
     result = audit(run.path)
     assert result.passed, render(result)
-    assert len(result.foreign) == 1
+    assert len(result.passed_over) == 1
 
 
 def test_a_foreign_step_file_in_place_of_the_runs_own_is_a_finding(run):
