@@ -55,10 +55,8 @@ class Audit:
     rollouts_read: int = 0
     step_files: int = 0
     quarantined_files: int = 0  # damaged or foreign files, told apart by the run itself
-    passed_over: list[str] = field(
-        default_factory=list
-    )  # step files, damaged ones too, that the run does not need: where a resume
-    # comes upon them, it sets them aside
+    # Step files, damaged ones too, that the run does not need, and why: where a resume comes upon them, it sets them aside.
+    passed_over: list[str] = field(default_factory=list)
     reclaimed_files: int = 0
     rollouts_kept: bool = True  # False: they went through Redis, so that there are none to check
     lag_max: int = -1
@@ -382,8 +380,8 @@ def render(result: Audit) -> str:
         f"  issued again  {sum(result.issued_again.values()):>12,}  {_reasons(result.issued_again)}",
         f"  open          {result.open:>12,}",
         f"  files         {result.rollout_files:>12,}  of rollouts ({result.rollouts_read:,} rollouts), {result.step_files:,} "
-        f"of steps; {result.reclaimed_files:,} reclaimed, {result.quarantined_files:,} quarantined, {len(result.passed_over):,} "
-        "passed over",
+        f"of steps; {result.reclaimed_files:,} reclaimed, {result.quarantined_files:,} quarantined, "
+        f"{len(result.passed_over):,} passed over",
         f"  greatest lag  {result.lag_max:>12,}",
         *([] if result.rollouts_kept else ["  not checked: rollouts, which went through Redis and are not kept"]),
         *([f"  a replay of {result.replay}: audit that run for the rollouts"] if result.replay else []),
