@@ -68,10 +68,13 @@ def test_a_replay_starts_trainers_alone(original, capsys):
 
 
 def test_a_foreign_step_file_hides_none_of_the_replayed_run(original, caplog):
-    step_file(original, 2, "another", attempt=999)
+    original.attempt(2).mkdir()
+    step_file(original, 2, "another", attempt=2)
+    step_file(original, 2, "one", attempt=999)
     start = find_start(RunFolder("new"), load(Path("c.yaml"), [f"run.replay={original}"]))
     assert ["_a001_" in entry.file["path"] for entry in start.waiting] == [True] * 3
     assert "of run 'another', this is run 'one'" in caplog.text
+    assert "of attempt 999, the run's newest is attempt 2" in caplog.text
 
 
 def test_a_replay_from_rollouts_has_a_preprocessor_and_no_steps_yet(original):

@@ -428,7 +428,7 @@ def test_a_foreign_file_of_a_trained_step_hides_none_of_the_runs_own(tmp_path, c
     assert "checksum" in start.refused[2]
     assert all(words in caplog.text for words in start.refused)
     assert {path.name[:18] for path in first.run.quarantine.glob("*.arrow")} == {"steps_step_0000000"}
-    assert len(list(first.run.quarantine.glob("*.arrow"))) == 2
+    assert len(list(first.run.quarantine.glob("*.arrow"))) == 3
     again = find_start(first.run, CONFIG)
     assert (again.refused, again.waiting) == ([], start.waiting)
 
