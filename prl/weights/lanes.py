@@ -402,7 +402,8 @@ def _run(shipment: _Shipment, places: Sequence[torch.Tensor]) -> torch.Tensor | 
         if not (same and place.is_contiguous()):
             return None
     run = torch.empty(0, dtype=torch.uint8, device=places[0].device)
-    return run.set_(memory, start - memory.data_ptr(), (shipment.bytes,))  # type: ignore[call-overload]
+    run.set_(memory, start - memory.data_ptr(), (shipment.bytes,))  # type: ignore[call-overload]
+    return run
 
 
 def _dtype(plan: LanePlan, tensor: int) -> torch.dtype:

@@ -126,6 +126,7 @@ class Process:
 
 
 def _live(pipe: Connection, make: Callable[[], Any]) -> None:
+    os.setsid()  # a session of its own, as each process of a run has: systems share processors out between sessions
     actor = make()
     while True:
         name, arguments = pipe.recv()
