@@ -2,16 +2,16 @@
 
     python tools/bench/inflight.py [--rounds 5] [--window-s 4] [--sequences 8] [--bucket-mib 8]
 
-One trainer rank, a process of its own, sends a model of 105 MB (float32) by lanes to a sampler, which answers some sequences
-all the time. Each round lasts `--window-s` three times over:
+Two trainer ranks, in a process of their own, send a model of 105 MB (float32) by lanes to a sampler, which is asked for some
+sequences all the time. Each round lasts `--window-s` three times over:
 
     alone      nothing else
-    transfer   one update after another; what counts are the times from the order to receive to the verified version
+    transfer   one update after another; what counts are the times from the first byte sent to the verified version
     burnt      two processes burn the processor time that the transfers of this round took a second: one that of the trainer's
                process, one that of the sampler's threads which receive
 
 `transfer to burnt`: tokens/s, the share that is left where a transfer costs nothing but its processor time. `pause to
-transfer`: the sampler's pause for a version to the time of its transfer, as the sampler reports them. It wants two cores that
+transfer`: the sampler's pause for a version, as it reports it, to the time of the version's transfer. It wants two cores that
 do nothing else, as the sampler's own start does.
 """
 
@@ -23,10 +23,11 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,13 +39,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "sampler"))
-from lab import EOS, HOST, WEIGHTS, Lab, Weights, sampler, weights_of
+from lab import EOS, HOST, TRAIN, WEIGHTS, Lab, Weights, sampler, weights_of
 
 from prl.config.hf_config import read_model_config
 from prl.config.layout import layout_of
 from prl.control.token import authorization
 from prl.sampler.options import SampleOptions
-from prl.trainer.options import TrainOptions
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
 from prl.weights.digest import digest
@@ -53,6 +53,7 @@ from prl.weights.plan import Tile, to_json
 from prl.weights.shards import sampler_shards
 
 LIMIT_S = 300.0
+RANKS = 2
 LONGEST_TOKENS = 900
 
 
@@ -75,20 +76,27 @@ def small_model() -> Qwen2ForCausalLM:
 
 
 class Trainer:
-    """The sending rank, in a process of its own."""
+    """The sending ranks, each in a thread."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
+        self._pool = ThreadPoolExecutor(RANKS)
 
     def join(self, route: Route, crew: Crew, port: int) -> None:
-        self._matrices = [self._weights[spec.name].reshape(spec.shape[0], -1) for spec in route.plan.tensors]
-        self._sender = LaneSender(route, crew, 0, HOST, port, group_s=LIMIT_S)
+        matrices = [self._weights[spec.name].reshape(spec.shape[0], -1) for spec in route.plan.tensors]
+        join = partial(LaneSender, route, crew, address=HOST, port=port, group_s=LIMIT_S)
+        self._senders = list(self._pool.map(lambda rank: join(rank=rank), range(RANKS)))
 
-    def send(self) -> None:
         def source(tile: Tile) -> torch.Tensor:
-            return self._matrices[tile.tensor][tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns]
+            return matrices[tile.tensor][tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns]
 
-        self._sender.send(source, LIMIT_S)
+        self._source = source
+
+    def send(self) -> float:
+        """The monotonic time at which it began."""
+        began = time.monotonic()
+        list(self._pool.map(lambda sender: sender.send(self._source, LIMIT_S), self._senders))
+        return began
 
 
 class Burner:
@@ -101,8 +109,43 @@ class Burner:
                 time.sleep(0.001)
 
 
+class Load:
+    """Asks for some sequences all the time, each in a connection of its own."""
+
+    def __init__(self) -> None:
+        self._arrivals: list[tuple[float, int]] = []  # monotonic time, tokens
+        self._failed: list[BaseException] = []
+
+    def start(self, url: str, token: str, sequences: int) -> None:
+        threading.Thread(target=lambda: asyncio.run(self._run(url, token, sequences)), daemon=True).start()
+
+    def tokens(self, spans: Sequence[tuple[float, float]]) -> int:
+        """How many came in these spans of monotonic time."""
+        if self._failed:
+            raise self._failed[0]
+        return sum(count for at, count in list(self._arrivals) if any(begin < at <= end for begin, end in spans))
+
+    async def _run(self, url: str, token: str, sequences: int) -> None:
+        try:
+            async with aiohttp.ClientSession(headers=authorization(token)) as session:
+                await asyncio.gather(*(self._ask(session, url, number) for number in range(sequences)))
+        except BaseException as error:  # `tokens` tells of it
+            self._failed.append(error)
+
+    async def _ask(self, session: aiohttp.ClientSession, url: str, number: int) -> None:
+        sampling = {"temperature": 1.0, "detokenize": False, "ignore_eos": True, "max_tokens": LONGEST_TOKENS}
+        body = {"token_ids": [number + 1], "sampling_params": sampling, "stream": True}
+        while True:
+            async with session.post(url + "/inference/v1/generate", json=body) as response:
+                assert response.status == 200, await response.text()
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        tokens = len(json.loads(line[6:])["choices"][0]["token_ids"])
+                        self._arrivals.append((time.monotonic(), tokens))
+
+
 class Process:
-    """Does what it is told, and says how much processor time that took. Forked before this one has threads."""
+    """Does what it is told. Forked before this one has threads."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("fork")
@@ -114,11 +157,16 @@ class Process:
     def tell(self, name: str, *arguments: Any) -> None:
         self._pipe.send((name, arguments))
 
-    def spent_s(self) -> float:
-        """Waits until it is done."""
+    def answer(self) -> tuple[Any, float]:
+        """With the processor seconds that it took."""
         if not self._pipe.poll(LIMIT_S):
             raise TimeoutError(f"a process did not do within {LIMIT_S:.0f} s what it was told")
-        return float(self._pipe.recv())
+        answer, spent_s = self._pipe.recv()
+        return answer, spent_s
+
+    def do(self, name: str, *arguments: Any) -> Any:
+        self.tell(name, *arguments)
+        return self.answer()[0]
 
     def end(self) -> None:
         self._process.kill()
@@ -131,40 +179,8 @@ def _live(pipe: Connection, make: Callable[[], Any]) -> None:
     while True:
         name, arguments = pipe.recv()
         spent_s = time.process_time()
-        getattr(actor, name)(*arguments)
-        pipe.send(time.process_time() - spent_s)
-
-
-@dataclass
-class Load:
-    """Sequences that are asked for all the time, each in a connection of its own."""
-
-    lab: Lab
-    arrivals: list[tuple[float, int]] = field(default_factory=list)  # monotonic time, tokens
-
-    def start(self, sequences: int) -> "Future[Any]":
-        async def all_of_them() -> None:
-            async with aiohttp.ClientSession(headers=authorization(self.lab.token)) as session:
-                await asyncio.gather(*(self._ask(session, number) for number in range(sequences)))
-
-        return self.lab.run(all_of_them())
-
-    async def _ask(self, session: aiohttp.ClientSession, number: int) -> None:
-        sampling = {"temperature": 1.0, "detokenize": False, "ignore_eos": True, "max_tokens": LONGEST_TOKENS}
-        body = {"token_ids": [number + 1], "sampling_params": sampling, "stream": True}
-        while True:
-            async with session.post(self.lab.url + "/inference/v1/generate", json=body) as response:
-                assert response.status == 200, await response.text()
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        tokens = len(json.loads(line[6:])["choices"][0]["token_ids"])
-                        self.arrivals.append((time.monotonic(), tokens))
-
-    def rate(self, spans: Sequence[tuple[float, float]]) -> float:
-        """Tokens a second of these spans."""
-        arrivals = list(self.arrivals)
-        tokens = sum(count for at, count in arrivals if any(begin < at <= end for begin, end in spans))
-        return tokens / sum(end - begin for begin, end in spans)
+        answer = getattr(actor, name)(*arguments)
+        pipe.send((answer, time.process_time() - spent_s))
 
 
 class Updates:
@@ -173,49 +189,58 @@ class Updates:
     def __init__(self, lab: Lab, trainer: Process, weights: Weights, bucket_bytes: int) -> None:
         self._lab, self._trainer, self._digest = lab, trainer, digest(weights)
         model = read_model_config(lab.folder.model)
-        plan = compile_plan(model, layout_of(TrainOptions()), 1, 1, "float32")
+        plan = compile_plan(model, layout_of(TRAIN), RANKS, 1, "float32")
         route = Route(plan, sampler_shards(model, 1), bucket_bytes)
         lab.epoch += 1
         self._order = {"lineage": 0, "epoch": lab.epoch, "tensors": to_json(plan.tensors), "bucket_bytes": bucket_bytes}
-        self._others = {thread.id for thread in psutil.Process(lab.process.pid).threads()}
+        self._others = set(self._threads())
         facts = lab.facts(os.environ, plan=plan.digest(), bucket_bytes=bucket_bytes)
-        who = {"facts": facts, "lanes": {"trainer_ranks": 1, "samplers": [0]}, "timeout_s": LIMIT_S}
+        who = {"facts": facts, "lanes": {"trainer_ranks": RANKS, "samplers": [0]}, "timeout_s": LIMIT_S}
         self._post("connect", lab.meeting(lab.epoch) | who)
-        trainer.tell("join", route, Crew(lab.epoch, 1, (0,), 1), lab.trainer.master_port)
-        trainer.spent_s()
+        trainer.do("join", route, Crew(lab.epoch, RANKS, (0,), 1), lab.trainer.master_port)
+
+    def update(self) -> "Update":
+        lab = self._lab
+        lab.step += 1
+        received_s = self._received_s()
+        self._post("receive", self._order | {"step": lab.step})
+        armed = time.monotonic()
+        self._trainer.tell("send")
+        began, sent_s = self._trainer.answer()
+        staged = lab.staged.get(timeout=LIMIT_S)
+        assert "error" not in staged, staged
+        ended = min(time.monotonic(), armed + staged["receive_s"])
+        received_s = self._received_s() - received_s
+        commit = {"lineage": 0, "step": lab.step, "digest": str(self._digest), "clear_cache": False}
+        pause_s = self._post("commit", commit)["pause_s"]
+        return Update((began, ended), pause_s, sent_s, received_s)
 
     def _post(self, what: str, body: dict[str, Any]) -> Any:
         reply = self._lab.request("POST", f"/prl/weights/{what}", body, timeout_s=LIMIT_S)
         assert reply.status == 200, reply
         return reply.body
 
-    def received_s(self) -> float:
+    def _received_s(self) -> float:
         """Processor time of the sampler's threads that came with the lanes."""
-        threads = psutil.Process(self._lab.process.pid).threads()
-        return sum(thread.user_time + thread.system_time for thread in threads if thread.id not in self._others)
+        return sum(spent_s for thread, spent_s in self._threads().items() if thread not in self._others)
 
-    def update(self) -> "Update":
-        lab = self._lab
-        lab.step += 1
-        began, received_s = time.monotonic(), self.received_s()
-        self._post("receive", self._order | {"step": lab.step})
-        self._trainer.tell("send")
-        sent_s = self._trainer.spent_s()
-        staged = lab.staged.get(timeout=LIMIT_S)
-        assert "error" not in staged, staged
-        ended, received_s = time.monotonic(), self.received_s() - received_s
-        commit = {"lineage": 0, "step": lab.step, "digest": str(self._digest), "clear_cache": False}
-        pause_s = self._post("commit", commit)["pause_s"]
-        return Update((began, ended), staged["receive_s"], pause_s, sent_s, received_s)
+    def _threads(self) -> dict[int, float]:
+        """Processor time of each of the sampler's, in all of its processes."""
+        server = psutil.Process(self._lab.process.pid)
+        threads = [thread for process in (server, *server.children(recursive=True)) for thread in process.threads()]
+        return {thread.id: thread.user_time + thread.system_time for thread in threads}
 
 
 @dataclass(frozen=True)
 class Update:
-    span: tuple[float, float]  # from the order to receive to the verified version
-    receive_s: float
+    span: tuple[float, float]  # from the first byte sent to the verified version
     pause_s: float
     sent_s: float  # processor time of the trainer's end
     received_s: float  # and of the sampler's
+
+    @property
+    def transfer_s(self) -> float:
+        return self.span[1] - self.span[0]
 
 
 def main() -> None:
@@ -229,7 +254,7 @@ def main() -> None:
     weights = weights_of(model)
     options = SampleOptions(dtype="float32", max_model_len=1024, max_num_seqs=32, kv_cache_mib=256)
     transfers = replace(WEIGHTS, bucket_mib=args.bucket_mib, group_s=LIMIT_S, update_s=LIMIT_S)
-    processes = [Process(partial(Trainer, weights)), Process(Burner), Process(Burner)]
+    processes = [Process(make) for make in (partial(Trainer, weights), Load, Burner, Burner)]
     try:
         with tempfile.TemporaryDirectory() as folder, sampler(Path(folder), options, model, transfers) as lab:
             measure(lab, processes, weights, args)
@@ -239,45 +264,43 @@ def main() -> None:
 
 
 def measure(lab: Lab, processes: Sequence[Process], weights: Weights, args: argparse.Namespace) -> None:
-    trainer, *burners = processes
+    trainer, load, *burners = processes
     updates = Updates(lab, trainer, weights, args.bucket_mib * 2**20)
     updates.update()  # the first version, and the first use of everything
-    load = Load(lab)
-    asking = load.start(args.sequences)
+    load.do("start", lab.url, lab.token, args.sequences)
     rates: dict[str, list[float]] = {"alone": [], "transfer": [], "burnt": []}
     done: list[Update] = []
-    print(f"{'tokens/s':10}" + "".join(f"{name:>10}" for name in rates) + "   of a core: sender, receiver; burnt")
+    print(f"{'tokens/s':10}" + "".join(f"{name:>10}" for name in rates) + "   of a core: sender, receiver; burnt", flush=True)
     for number in range(-1, args.rounds):  # the first one is not counted
+        began = time.monotonic()
         time.sleep(args.window_s)
-        now = time.monotonic()
-        alone = load.rate([(now - args.window_s, now)])
+        alone = began, time.monotonic()
         found = [updates.update()]
-        while time.monotonic() < now + args.window_s:
+        while time.monotonic() < alone[1] + args.window_s:
             found.append(updates.update())
-        length_s = sum(end - begin for begin, end in (one.span for one in found))
-        shares = sum(one.sent_s for one in found) / length_s, sum(one.received_s for one in found) / length_s
+        transfer_s = sum(one.transfer_s for one in found)
+        shares = sum(one.sent_s for one in found) / transfer_s, sum(one.received_s for one in found) / transfer_s
         began = time.monotonic()
         for burner, share in zip(burners, shares, strict=True):
-            burner.tell("burn", share, length_s)
-        burnt_s = [burner.spent_s() for burner in burners]
-        ended = time.monotonic()
-        assert not asking.done(), asking.exception()
-        if number < 0:
-            continue
-        done += found
-        for name, rate in zip(rates, (alone, load.rate([one.span for one in found]), load.rate([(began, ended)])), strict=True):
-            rates[name].append(rate)
-        burnt = ", ".join(f"{spent_s / (ended - began):.2f}" for spent_s in burnt_s)
-        row = "".join(f"{measured[-1]:10.0f}" for measured in rates.values())
-        print(f"{number + 1:<10}{row}   {shares[0]:.2f}, {shares[1]:.2f}; {burnt}", flush=True)
-    asking.cancel()
+            burner.tell("burn", share, max(transfer_s, args.window_s))
+        spent = [burner.answer()[1] for burner in burners]
+        burnt = began, time.monotonic()
+        spans = {"alone": [alone], "transfer": [one.span for one in found], "burnt": [burnt]}
+        for name, some in spans.items():
+            rate = load.do("tokens", some) / sum(end - begin for begin, end in some)
+            if number >= 0:
+                rates[name].append(rate)
+        if number >= 0:
+            done += found
+            row = "".join(f"{of_rounds[-1]:10.0f}" for of_rounds in rates.values())
+            burns = ", ".join(f"{spent_s / (burnt[1] - burnt[0]):.2f}" for spent_s in spent)
+            print(f"{number + 1:<10}{row}   {shares[0]:.2f}, {shares[1]:.2f}; {burns}", flush=True)
     ratios = [transfer / burnt for transfer, burnt in zip(rates["transfer"], rates["burnt"], strict=True)]
     print(f"transfer to burnt    {spread(ratios)} of {len(ratios)} rounds")
-    pauses = [one.pause_s / one.receive_s for one in done]
-    print(f"pause to transfer    {spread(pauses)} of {len(pauses)} updates")
+    print(f"pause to transfer    {spread([one.pause_s / one.transfer_s for one in done])} of {len(done)} updates")
     print(f"pause                {spread([1e3 * one.pause_s for one in done], 1)} ms")
     size_mb = sum(tensor.nbytes for tensor in weights.values()) / 1e6
-    print(f"transfer             {spread([1e3 * one.receive_s for one in done], 0)} ms, {size_mb:.0f} MB")
+    print(f"transfer             {spread([1e3 * one.transfer_s for one in done], 0)} ms, {size_mb:.0f} MB")
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
