@@ -83,17 +83,17 @@ def audit(path: Path | str) -> Audit:
     result = Audit(str(run.path.resolve()), len(attempts), config.run.replay, ended)
     findings = Findings()
     try:
-        reclaimed = _reclaimed(run)
+        _reclaimed(run)  # damage is told before all else
         ledger = _Ledger(read_ledger(run.ledgers), _forks(run, attempts), findings)
     except (StreamError, ValueError, PlanError) as error:
         findings.add("", str(error))
         return _with_findings(result, findings)
     _count(result, ledger)
     _check_ids(result, ledger, findings)
-    files = read_rollout_files(run, config.run.name, reclaimed, lambda: _reclaimed(run), ledger.problems, findings)
+    files = read_rollout_files(run, config.run.name, lambda: _reclaimed(run), ledger.problems, findings)
     _check_rollout_files(result, run, config, ledger, files, findings)
-    _check_step_files(result, run, config, ledger, files, reclaimed, findings)
-    result.reclaimed_files = len(reclaimed)
+    _check_step_files(result, run, config, ledger, files, findings)
+    result.reclaimed_files = len(_reclaimed(run))
     return _with_findings(result, findings)
 
 
@@ -116,6 +116,10 @@ def _forks(run: RunFolder, attempts: Sequence[int]) -> dict[int, int]:
 
 def _reclaimed(run: RunFolder) -> dict[str, Reclaimed]:
     return {file.path: file for file in read_reclaimed(run)}
+
+
+def _reclaimed_steps(run: RunFolder) -> set[int]:
+    return {file.step for file in read_reclaimed(run) if file.kind == "step"}
 
 
 def _with_findings(result: Audit, findings: Findings) -> Audit:
@@ -327,12 +331,11 @@ def _check_step_files(
     config: Config,
     ledger: _Ledger,
     files: RolloutFiles,
-    reclaimed: dict[str, Reclaimed],
     findings: Findings,
 ) -> None:
     """Each step's file against the ledger, both ways, and against the rollouts that are still there."""
     found, newest = all_steps(run.steps), max(run.attempts(), default=0)
-    gone = {file.step for file in reclaimed.values() if file.kind == "step"}
+    gone = _reclaimed_steps(run)  # read after the listing: what a run deletes it records before
     order = np.flatnonzero(ledger.survives)
     order = order[np.argsort(ledger.step[order], kind="stable")]
     of_order = ledger.step[order]
@@ -344,6 +347,10 @@ def _check_step_files(
                 findings.add(f"step {step}", f"its file is not there; {len(recorded)} rollouts were trained in it")
             continue
         own, useless = open_own_step(found[step], config.run.name, step, newest)
+        if own is None and not any(os.path.lexists(file.path) for file in found[step]):
+            gone = _reclaimed_steps(run)
+            if step in gone:
+                continue
         if own is None:
             if recorded is not None and len(recorded) and step not in gone:
                 for words in useless:  # a resume would ask for the file that was trained

@@ -52,16 +52,17 @@ class RolloutFiles:
 def read_rollout_files(
     run: RunFolder,
     run_name: str,
-    reclaimed: Mapping[str, Reclaimed],
     reclaimed_by_now: Callable[[], Mapping[str, Reclaimed]],
     problems: Problems,
     findings: Findings,
 ) -> RolloutFiles:
-    """Every rollout file of every writer, with the numbers of the files checked; `reclaimed_by_now` is asked where a file has
-    gone since it was listed."""
+    """Every rollout file of every writer, with the numbers of the files checked. A run that goes on deletes files meanwhile,
+    and records it before: so the record is read after the listing, and again where a file has gone since."""
     result = RolloutFiles()
     columns: list[list[Int64]] = []
-    for writer, listed in _rollout_files(run, findings).items():
+    found = _rollout_files(run, findings)
+    reclaimed = reclaimed_by_now()
+    for writer, listed in found.items():
         _check_sequences(run.rollouts / writer, listed, reclaimed, run, findings)
         for file in listed:
             name = file.path.relative_to(run.path).as_posix()

@@ -4,10 +4,10 @@ so that an audit can tell them from lost ones."""
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from prl.config.plain_files import NotPlainError, open_plain, read_plain
 from prl.runfolder.paths import RunFolder
@@ -57,10 +57,7 @@ def read_reclaimed(run: RunFolder) -> list[Reclaimed]:
         except RecursionError as error:
             raise ValueError(f"{run.reclaimed}: no record of a deleted file ({error}): {line[:200]}") from error
         try:
-            groups = tuple((int(group), int(issue)) for group, issue in facts["groups"])
-            found.append(
-                Reclaimed(facts["kind"], facts["path"], int(facts["bytes"]), facts["checksum"], groups, int(facts["step"]))
-            )
+            found.append(_reclaimed(facts))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{run.reclaimed}: no record of a deleted file ({error!r}): {line[:200]}") from error
     return found
@@ -85,10 +82,28 @@ def read_aside(run: RunFolder) -> Iterator[tuple[int, int]]:
     for kept in sorted(run.quarantine.glob("*.arrow")):
         if os.path.lexists(_beside(kept)):
             try:
-                for group, issue in json.loads(read_plain(_beside(kept))):
-                    yield int(group), int(issue)
+                yield from _pairs(json.loads(read_plain(_beside(kept))))
             except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"{_beside(kept)}: no record of a file in quarantine ({error!r})") from error
+
+
+def _reclaimed(facts: Mapping[str, Any]) -> Reclaimed:
+    """Raises KeyError, TypeError or ValueError."""
+    kind, path, checksum = facts["kind"], facts["path"], facts["checksum"]
+    if kind not in ("rollouts", "step") or not (isinstance(path, str) and isinstance(checksum, str)):
+        raise ValueError("another kind, or a name that is no text")
+    return Reclaimed(kind, path, _number(facts["bytes"]), checksum, _pairs(facts["groups"]), _number(facts["step"]))
+
+
+def _pairs(values: Iterable[Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((_number(group), _number(issue)) for group, issue in values)
+
+
+def _number(value: object) -> int:
+    """JSON has numbers that no column of an audit holds."""
+    if type(value) is not int or not -1 <= value < 2**63:
+        raise ValueError(f"{value!r:.50} is no number of a file or a group")
+    return value
 
 
 def _beside(kept: Path) -> Path:

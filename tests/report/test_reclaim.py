@@ -1,5 +1,6 @@
 """What is deleted behind a checkpoint, and what never is; runs from which files were deleted go on, and pass the audit."""
 
+import importlib
 import json
 import shutil
 
@@ -152,10 +153,39 @@ def test_a_torn_line_of_the_record_spoils_no_other(tmp_path):
         record.write('{"kind": "st')
     record_reclaimed(run, [second])
     assert read_reclaimed(run) == [first, second]
-    for damaged in ('{"kind": "step"}', "[" * 100_000):
+    sound = run.reclaimed.read_text().splitlines()[-1]
+    changes = ('"bytes": 2', '"bytes": Infinity'), ('"b"', "[]"), ("[3, 0]", f"[{10**30}, 0]"), ('"rollouts"', '"steps"')
+    for damaged in ('{"kind": "step"}', "[" * 100_000, *(sound.replace(*change) for change in changes)):
         run.reclaimed.write_text(f"{damaged}\n")
         with pytest.raises(ValueError, match="no record of a deleted file"):
             read_reclaimed(run)
+
+
+@pytest.mark.parametrize("listing", ["audit.read_ledger", "audit_files.rollout_files", "audit.all_steps"])
+def test_what_a_run_deletes_while_it_is_audited_is_no_finding(run, monkeypatch, listing):
+    module, _, name = listing.partition(".")
+    module = importlib.import_module(f"prl.report.{module}")
+    look, reclaimer = getattr(module, name), Reclaimer(run, attempt=2)
+
+    def then_delete(*arguments):
+        found = look(*arguments)
+        reclaimer.reclaim(3, state_of(run))
+        return found
+
+    monkeypatch.setattr(module, name, then_delete)
+    result = audit(run.path)
+    assert reclaimer.files
+    assert result.passed, render(result)
+    assert not result.passed_over
+    assert result.reclaimed_files == reclaimer.files
+
+
+@pytest.mark.parametrize("record", ["[[Infinity, 0]]", f"[[{10**30}, 0]]", "[[1.5, 0]]", '"ab"', "[[1]]"])
+def test_a_damaged_record_of_what_was_set_aside_is_a_finding(run, record):
+    run.quarantine.mkdir()
+    (run.quarantine / "actor-0_some.arrow").touch()
+    (run.quarantine / "actor-0_some.arrow.json").write_text(record)
+    assert "actor-0_some.arrow.json: no record of a file in quarantine" in render(audit(run.path))
 
 
 def test_a_damaged_file_of_an_earlier_attempt_stays_and_stops_nothing_else(run):
