@@ -8,7 +8,7 @@
     python tools/rollouts.py runs/quickstart --output rollouts.parquet        one row a turn
 
 Reads the rollout files of all attempts (with streams.keep: needed only those that are still there) and the ledger; files that
-cannot be read are named and passed over. Special tokens are shown.
+cannot be read, or that another run has written, are named and passed over. Special tokens are shown.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import pyarrow.parquet as parquet
 import tokenizers
 
 from prl.cli.console import printable
+from prl.config.load import ConfigError, load
 from prl.flow.versions import Version
 from prl.report.audit_ids import Ids
 from prl.runfolder.paths import RunFolder
@@ -83,7 +84,12 @@ def main() -> int:
     except Exception as error:  # tokenizers raises nothing narrower
         print(f"rollouts: {run.model / 'tokenizer.json'}: cannot be read, and texts need it: {error}", file=sys.stderr)
         return 1
-    rows = islice((row for row in all_rows(files, ends, tokenizer) if wanted(row, options)), options.limit)
+    try:
+        name = load(run.config).run.name
+    except ConfigError as error:
+        print(f"rollouts: {'; '.join(error.args)}", file=sys.stderr)
+        return 1
+    rows = islice((row for row in all_rows(files, name, ends, tokenizer) if wanted(row, options)), options.limit)
     first = next(rows, None)
     if first is None:
         print(f"rollouts: {options.run}: none of its rollouts is as asked for; leave out some of the filters", file=sys.stderr)
@@ -169,11 +175,11 @@ class Ends:
         return (event, int(self._step[row])) if event == "trained" else (f"{event}: {reason}", None)
 
 
-def all_rows(files: Sequence[StreamFile], ends: Ends, tokenizer: tokenizers.Tokenizer) -> Iterator[Row]:
-    """One row a turn, by writer and in the order in which they were written."""
+def all_rows(files: Sequence[StreamFile], run: str, ends: Ends, tokenizer: tokenizers.Tokenizer) -> Iterator[Row]:
+    """One row a turn of what the run of this name has written, by writer and in the order in which it was written."""
     for file in files:
         try:
-            groups = read_rollouts(file.path, file.bytes, file.checksum)
+            groups = read_rollouts(file.path, file.bytes, file.checksum, run=run)
         except (StreamError, OSError) as error:
             print(f"rollouts: {error}", file=sys.stderr)
             continue

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
-from played_run import play
+from played_run import answer, play
 from tokenizers import Tokenizer
 
+from prl.flow.ids import Lease
 from prl.flow.versions import Version
 from prl.runfolder.paths import RunFolder
 from prl.streams.files import Header, publish_arrow
@@ -188,4 +189,10 @@ def test_rollouts_that_went_through_redis_are_not_there(tmp_path):
 def test_what_is_no_file_of_the_stream_is_passed_over(run, every, tmp_path):
     shutil.copytree(run.path, tmp_path / "run")
     (tmp_path / "run" / "streams" / "rollouts" / "notes.txt").write_text("mine")
+    assert rows(tmp_path / "run") == every
+    foreign = tmp_path / "run" / "streams" / "rollouts" / "actor-9"
+    foreign.mkdir()
+    header = Header("rollouts", "another", 1, "actor-9", 0)
+    group = answer(Lease("train", "digits", 1, 0, 0, 0, 3), Version(0, 0))  # of a number that this run has, too
+    publish_arrow(foreign, "rollouts", header, to_arrow([group], header))
     assert rows(tmp_path / "run") == every
