@@ -16,6 +16,7 @@ from prl.config.schema import Config
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.events import EventKind, LedgerEvent
 from prl.flow.ids import RolloutId
+from prl.flow.problems import DispatcherError
 from prl.orchestrator.binding import Plan, Resume
 from prl.orchestrator.replay import replayed_steps
 from prl.orchestrator.steps import StepEntry
@@ -67,11 +68,11 @@ def find_start(run: RunFolder, config: Config, *, parts: bool = True, lineage: i
     step, path, counted = manifest.step, run.manifest(manifest.step), manifest.events
     if len(earlier) < counted:
         raise ResumeError(f"{path} counts on {counted} rows of the ledger in {run.ledgers}, which has {len(earlier)}")
-    since = list(ledger_events(earlier.slice(counted)))
     try:
+        since = list(ledger_events(earlier.slice(counted)))
         dispatcher = Dispatcher(settings, manifest.dispatcher)
         dispatcher.replay(since)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (DispatcherError, StreamError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ResumeError(
             f"{path}: its state and the ledger in {run.ledgers} do not fit together ({type(error).__name__}: {error}): they "
             f"were written by another version of prl, or belong to different runs; submit the run anew"

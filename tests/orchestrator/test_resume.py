@@ -13,6 +13,7 @@ from prl.control.client import ControlClient
 from prl.control.token import create_token
 from prl.domains.options import DomainOptions
 from prl.flow.dispatcher import Dispatcher
+from prl.flow.events import LedgerEvent
 from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
 from prl.orchestrator.binding import Plan
@@ -354,6 +355,17 @@ def test_a_state_of_another_form_is_told(tmp_path):
     write_checkpoint(first.run, 3, state)
     with pytest.raises(ResumeError, match=r"step_000003/manifest.json: its state and the ledger .* do not fit together"):
         find_start(first.run, CONFIG)
+
+
+def test_ledger_rows_of_something_else_are_told(tmp_path):
+    first = two_checkpoints(tmp_path)
+    stranger = LedgerEvent(RolloutId(0, "digits/7", 10**6, 0, 0), "issued", Version(0, 0), -1, "")
+    for event in (stranger, replace(stranger, kind="blessed")):
+        with LedgerWriter(first.run.ledger(2)) as ledger:
+            ledger.append([event])
+        with pytest.raises(ResumeError, match=r"step_000002/manifest.json: its state and the ledger .* do not fit together"):
+            find_start(first.run, CONFIG)
+        ledger.path.unlink()
 
 
 def test_a_damaged_step_file_blocks_a_resume_only_where_it_is_needed(tmp_path, caplog):
