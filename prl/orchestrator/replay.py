@@ -5,12 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import pyarrow.compute as pc
+
 from prl.config.load import ConfigError, load
 from prl.config.schema import Config
 from prl.orchestrator.steps import StepEntry
 from prl.runfolder.paths import RunFolder, run_of_attempt
 from prl.runfolder.reclaim import read_reclaimed
 from prl.streams.files import StreamError, StreamFile
+from prl.streams.ledger import read_ledger
 from prl.streams.steps import all_steps, find_steps, read_own
 
 log = logging.getLogger(__name__)
@@ -77,6 +80,7 @@ def replay_problems(config: Config) -> Iterator[str]:
                 "step files (run.replay_from: steps)"
             )
         yield from _deleted_rollouts(run)
+        yield from _untrained_steps(run, config.run.steps)
         return
     if config.train.value_head and original.preprocess.advantage != "reward":
         yield (
@@ -94,6 +98,20 @@ def _deleted_rollouts(run: RunFolder) -> Iterator[str]:
             yield f"run.replay = {run}: rollouts of it were deleted behind its checkpoints (streams.keep: needed)"
     except ValueError as error:
         yield f"run.replay = {run}: whether rollouts of it were deleted cannot be read: {error}"
+
+
+def _untrained_steps(run: RunFolder, steps: int) -> Iterator[str]:
+    try:
+        ledger = read_ledger(run.ledgers)
+    except (StreamError, OSError) as error:
+        yield f"run.replay = {run}: what it trained on cannot be read: {error}"
+        return
+    trained = set(ledger.filter(pc.field("event") == "trained").column("step").unique().to_pylist())
+    first = next((step for step in range(1, steps + 1) if step not in trained), None)
+    if first == 1:
+        yield f"run.replay = {run}: trained on no rollouts of its own (a replay, or it never began); name the run that did"
+    elif first is not None:
+        yield f"run.steps = {steps}: run.replay = {run} trained the steps 1 to {first - 1}; set at most run.steps={first - 1}"
 
 
 def _missing(config: Config, found: set[int]) -> str:

@@ -9,10 +9,13 @@ from prl.cli import submit
 from prl.cluster.allocation import Allocation, Host
 from prl.cluster.split import make_split
 from prl.config.load import ConfigError, dump, load
+from prl.flow.events import LedgerEvent
 from prl.flow.ids import RolloutId
+from prl.flow.versions import Version
 from prl.orchestrator.binding import bind
 from prl.orchestrator.resume import find_start
 from prl.runfolder.paths import RunFolder
+from prl.streams.ledger import LedgerWriter
 from prl.streams.records import MicroBatch, StepFacts
 from prl.streams.steps import write_step
 
@@ -101,6 +104,20 @@ def test_what_does_not_fit_is_refused(original, capsys):
         capsys, "--replay", "original", "--set", "train.value_head=true", "preprocess.advantage=reward"
     )
     assert "name that run too" in refused(capsys, "--replay-rollouts")
+
+
+def test_steps_that_were_never_trained_are_told_before_the_replay_begins(original, capsys):
+    again = ("--replay", "original", "--replay-rollouts", "--set", "run.steps=3")
+    assert "trained on no rollouts of its own (a replay, or it never began); name the run that did" in refused(capsys, *again)
+    with LedgerWriter(original.ledger(1)) as ledger:
+        ids = [RolloutId(0, "digits/1", step, 0, 0) for step in (1, 2, 3)]
+        ledger.append([LedgerEvent(i, "issued", Version(0, 0), -1, "") for i in ids])
+        ledger.append([LedgerEvent(i, "trained", Version(0, i.group), i.group, "") for i in ids[:2]])
+        assert "trained the steps 1 to 2; set at most run.steps=2" in refused(capsys, *again)
+        ledger.append([LedgerEvent(ids[2], "trained", Version(0, 3), 3, "")])
+    assert submit.main(["c.yaml", "--dry-run", *again]) == 0
+    ledger.path.write_bytes(bytes(8) + ledger.path.read_bytes())
+    assert "what it trained on cannot be read: " in refused(capsys, *again)
 
 
 def test_rollouts_that_went_through_redis_are_told(original, capsys):
