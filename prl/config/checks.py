@@ -132,6 +132,11 @@ def _parts(config: Config) -> Iterator[str]:
             f"streams.redis.url = {redis.url}: is no address of a Redis server; write e.g. redis://host:6379/0 "
             f"({', '.join(REDIS_SCHEMES)})"
         )
+    if config.streams.backend == "redis" and redis.url and urlsplit(redis.url).password:
+        yield (
+            "streams.redis.url: holds a password, which logs would show; write it into a file, and name that by "
+            "streams.redis.password_file"
+        )
     if config.streams.backend == "redis" and redis.password_file:
         trouble = _trouble_of_file(redis.password_file)
         if trouble:

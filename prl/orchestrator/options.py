@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from prl.config.bounds import Above, AtLeast
+from prl.config.bounds import Above, AtLeast, Below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class RunOptions:
     max_lag: Annotated[int, "oldest version that may be trained on, in optimizer steps (pipeline)", AtLeast(0)] = 4
     steps_per_generation: Annotated[int, "optimizer steps trained on one generation (conventional)", AtLeast(1)] = 4
     groups_per_step: Annotated[int, "groups (problems) trained on in one optimizer step", AtLeast(1)] = 32
-    rollouts_per_group: Annotated[int, "rollouts sampled for one problem", AtLeast(1)] = 16
+    rollouts_per_group: Annotated[int, "rollouts sampled for one problem", AtLeast(1), Below(2**16)] = 16
     min_rollouts_per_group: Annotated[
         int | None,
         "where some rollouts of a group fail or are late, so many of them are enough to train on; null: all",

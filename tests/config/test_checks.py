@@ -64,7 +64,11 @@ def test_rewards_that_are_not_compared_need_no_others(good):
         ),
         ("cluster", {"sbatch": {"foo bar": 1}}, "cluster.sbatch.foo bar: is no option of sbatch; give the name of one"),
         ("cluster", {"sbatch": {"": 1}}, "cluster.sbatch.: is no option of sbatch"),
-        ("run", {"rollouts_per_group": 10**4000}, f"run.rollouts_per_group = 1{'0' * 79}... (4001 characters): must be below"),
+        (
+            "run",
+            {"rollouts_per_group": 10**4000},
+            f"run.rollouts_per_group = 1{'0' * 79}... (4001 characters): must be at least 1 and below",
+        ),
         ("model", {"init": "pretrained", "architecture": None}, "model.path is empty: name a Hugging Face folder"),
         ("model", {"architecture": None}, "model.architecture = null: with init: random give"),
         ("model", {"path": "/no/such/model", "architecture": None}, "model.path = /no/such/model: no such folder"),
@@ -188,6 +192,7 @@ def test_redis_needs_one_server(good, tmp_path):
     [
         (RedisOptions(url="host:6379"), "streams.redis.url = host:6379: is no address of a Redis server; write e.g. redis://"),
         (RedisOptions(url="nonsense"), "streams.redis.url = nonsense: is no address of a Redis server"),
+        (RedisOptions(url="redis://:secret@host:6379/0"), "streams.redis.url: holds a password, which logs would show"),
         (
             RedisOptions(url="redis://host", password_file="/no/such/file"),
             "streams.redis.password_file = /no/such/file: no such file; name the file with the server's password",
@@ -233,6 +238,7 @@ def test_every_number_has_a_largest_value(good):
     for key, value, bound in (
         ("weights.bucket_mib", 2**17, "at least 1 and below 131072"),
         ("streams.redis.max_mib", 2**24, "below 16777216"),
+        ("run.rollouts_per_group", 2**16, "at least 1 and below 65536"),  # an audit has 16 bits for them
         ("sample.max_num_seqs", 99999999999, "at least 1 and below 1000000"),
         ("cluster.nodes", 10**5, "at least 1 and below 100000"),
         ("weights.group_s", 1e300, "below 1000000"),
