@@ -55,7 +55,7 @@ class Checkpoints:
         self._moments: dict[int, Moment] = {}  # of the steps whose files are being written
         self._failures = 0  # saves that came to nothing, and
         self._retired = 0  # checkpoints that were deleted, so far
-        self._reclaimer = Reclaimer(run, attempt, in_files=config.streams.backend == "folder")
+        self._reclaimer = Reclaimer(run, config.run.name, attempt, in_files=config.streams.backend == "folder")
         self._reclaims = config.streams.keep == "needed"
         # The newest checkpoint. What it makes superfluous in the streams stays until the next one: should that turn out
         # damaged, a resume goes on from this one.

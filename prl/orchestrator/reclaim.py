@@ -28,6 +28,7 @@ class Reclaimer:
     """`files` and `bytes` count what was deleted in this attempt, `failures` what could not be, or could not be looked into."""
 
     run: RunFolder
+    name: str  # of the run, as in its files' headers
     attempt: int
     in_files: bool = True  # where rollouts lie
     files: int = 0
@@ -90,9 +91,9 @@ class Reclaimer:
                     yield Reclaimed("rollouts", name, file.bytes, file.checksum, groups)
 
     def _groups_in(self, file: StreamFile) -> Pairs | None:
-        """What an earlier attempt's file holds."""
+        """What an earlier attempt's file holds. Another run's says nothing of this one's groups."""
         try:
-            found = read_rows(file.path, file.bytes, file.checksum)
+            found = read_rows(file.path, file.bytes, file.checksum, run=self.name)
         except (OSError, StreamError) as error:
             log.warning("a rollout file of an earlier attempt is kept, since what it holds cannot be read: %s", error)
             self.failures += 1

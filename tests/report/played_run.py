@@ -81,7 +81,7 @@ class Attempt:
         self._unannounced: dict[tuple[int, int], Group] = {}
         self._entries = {int(entry.file["step"]): list(entry.trained) for entry in start.waiting}
         self._sequence = next_sequence(run.steps)
-        self._reclaimer = Reclaimer(run, self.number)
+        self._reclaimer = Reclaimer(run, "played", self.number)
         self.operations = 0
 
     def play(self) -> None:

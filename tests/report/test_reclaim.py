@@ -12,9 +12,11 @@ from prl.orchestrator.resume import find_start
 from prl.report.audit import audit, render
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.reclaim import Reclaimed, read_reclaimed, record_reclaimed
-from prl.streams.files import list_published
+from prl.streams.files import Header, StreamFile, list_published, publish_arrow
 from prl.streams.ledger import ledger_events, read_ledger
 from prl.streams.reader import read_rollouts
+from prl.streams.records import Group
+from prl.streams.rollouts import to_arrow
 from prl.streams.steps import find_steps
 
 
@@ -49,6 +51,10 @@ def rollout_files(run: RunFolder) -> dict[str, set[tuple[int, int]]]:
     }
 
 
+def read_all(file: StreamFile) -> list[Group]:
+    return read_rollouts(file.path, file.bytes, file.checksum)
+
+
 def ended_by(run: RunFolder, rows: int) -> set[tuple[int, int]]:
     """(group, issue) of what had come to its end in the first rows of the ledger."""
     issued, ended = set(), set()
@@ -63,7 +69,7 @@ def test_what_the_checkpoint_needs_stays_and_the_rest_goes(run):
     ended = ended_by(run, state_of(run)["events"])
     assert any(group not in ended for groups in before.values() for group in groups if group[0] >= state_of(run)["next_group"])
     last = {max(p for p in before if p.startswith(f"streams/rollouts/{w.name}/")) for w in run.rollouts.iterdir()}
-    reclaimer = Reclaimer(run, attempt=2)
+    reclaimer = Reclaimer(run, "played", attempt=2)
     reclaimer.reclaim(3, state_of(run))
 
     assert set(find_steps(run.steps)) == {step for step in steps if step > 3}
@@ -89,7 +95,7 @@ def test_the_run_goes_on_as_if_nothing_had_been_deleted(run, crashed):
     wanted = RunFolder(run.path.with_name("whole"))
     shutil.copytree(original.path, wanted.path)
     Attempt(wanted, settings, seed=5).play()
-    Reclaimer(run, attempt=2).reclaim(3, state_of(run))
+    Reclaimer(run, "played", attempt=2).reclaim(3, state_of(run))
     assert [entry.file["step"] for entry in find_start(run, settings).waiting] == [
         entry.file["step"] for entry in find_start(original, settings).waiting
     ]
@@ -103,7 +109,7 @@ def test_the_run_goes_on_as_if_nothing_had_been_deleted(run, crashed):
 
 def test_this_attempts_files_go_only_once_they_were_announced(run):
     names = set(rollout_files(run))
-    reclaimer = Reclaimer(run, attempt=1)
+    reclaimer = Reclaimer(run, "played", attempt=1)
     reclaimer.reclaim(3, {"groups": {}, "next_group": 10**6})
     assert set(rollout_files(run)) == names
     first = min(names)
@@ -117,7 +123,7 @@ def test_what_cannot_be_deleted_is_counted_and_ends_nothing(run):
     file = find_steps(run.steps)[1]
     file.path.unlink()
     file.path.mkdir()
-    reclaimer = Reclaimer(run, attempt=2)
+    reclaimer = Reclaimer(run, "played", attempt=2)
     reclaimer.reclaim(3, state_of(run))
     assert reclaimer.failures == 1
     assert reclaimer.files
@@ -126,14 +132,14 @@ def test_what_cannot_be_deleted_is_counted_and_ends_nothing(run):
 def test_a_record_that_cannot_be_written_deletes_nothing(run):
     names = set(rollout_files(run))
     run.reclaimed.mkdir()
-    reclaimer = Reclaimer(run, attempt=2)
+    reclaimer = Reclaimer(run, "played", attempt=2)
     reclaimer.reclaim(3, state_of(run))
     assert (reclaimer.failures, reclaimer.files) == (1, 0)
     assert set(rollout_files(run)) == names
 
 
 def test_a_file_that_was_lost_is_told_from_one_that_was_deleted(run):
-    Reclaimer(run, attempt=2).reclaim(3, state_of(run))
+    Reclaimer(run, "played", attempt=2).reclaim(3, state_of(run))
     lines = run.reclaimed.read_text().splitlines(keepends=True)
     step = next(line for line in lines if '"step": 2' in line)
     run.reclaimed.write_text("".join(line for line in lines if line != step))
@@ -165,7 +171,7 @@ def test_a_torn_line_of_the_record_spoils_no_other(tmp_path):
 def test_what_a_run_deletes_while_it_is_audited_is_no_finding(run, monkeypatch, listing):
     module, _, name = listing.partition(".")
     module = importlib.import_module(f"prl.report.{module}")
-    look, reclaimer = getattr(module, name), Reclaimer(run, attempt=2)
+    look, reclaimer = getattr(module, name), Reclaimer(run, "played", attempt=2)
 
     def then_delete(*arguments):
         found = look(*arguments)
@@ -191,13 +197,31 @@ def test_a_damaged_record_of_what_was_set_aside_is_a_finding(run, record):
 def test_a_damaged_file_of_an_earlier_attempt_stays_and_stops_nothing_else(run):
     whole = RunFolder(run.path.with_name("whole"))
     shutil.copytree(run.path, whole.path)
-    Reclaimer(whole, attempt=2).reclaim(3, state_of(run))
+    Reclaimer(whole, "played", attempt=2).reclaim(3, state_of(run))
     gone = set(rollout_files(run)) - set(rollout_files(whole))
     damaged = min(gone)
     (run.path / damaged).write_bytes(b"hello")
-    reclaimer = Reclaimer(run, attempt=2)
+    reclaimer = Reclaimer(run, "played", attempt=2)
     for _ in range(2):  # it is looked into once
         reclaimer.reclaim(3, state_of(run))
         assert (reclaimer.failures, reclaimer.files) == (1, len(gone) - 1 + 3)
     assert (run.path / damaged).exists()
     assert {path for path in gone if not (run.path / path).exists()} == gone - {damaged}
+
+
+def test_another_runs_file_is_none_to_delete(run):
+    """Its groups have the numbers of groups of this run: in the record, it would excuse that a file of theirs is lost."""
+    ended = ended_by(run, state_of(run)["events"])
+    files = (file for writer in run.rollouts.iterdir() for _, file in list_published(writer))
+    groups = [group for file in files for group in read_all(file) if (group.group, group.issue) in ended]
+    foreign = run.rollouts / "actor-9"
+    foreign.mkdir()
+    for sequence in (0, 1):
+        header = Header("rollouts", "another", 1, "actor-9", sequence)
+        publish_arrow(foreign, "rollouts", header, to_arrow(groups, header))
+    reclaimer = Reclaimer(run, "played", attempt=2)
+    reclaimer.reclaim(3, state_of(run))
+    assert reclaimer.files
+    assert reclaimer.failures == 1  # the last file of a folder is not looked into
+    assert len(list(foreign.iterdir())) == 2
+    assert not any("actor-9" in file.path for file in read_reclaimed(run))
