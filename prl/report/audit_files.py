@@ -13,7 +13,7 @@ import pyarrow as pa
 from prl.config.schema import Config
 from prl.report.audit_ids import Findings, Ids, Int64, gaps, numbered, pairs_of
 from prl.runfolder.paths import RunFolder
-from prl.runfolder.reclaim import Reclaimed, read_aside
+from prl.runfolder.reclaim import Reclaimed, kept_aside, read_aside
 from prl.streams import rollouts, steps
 from prl.streams.arrays import has_nulls
 from prl.streams.files import FILE_NAME, Header, StreamError, StreamFile, open_arrow, read_checked
@@ -57,7 +57,8 @@ def read_rollout_files(
     findings: Findings,
 ) -> RolloutFiles:
     """Every rollout file of every writer, with the numbers of the files checked. A run that goes on deletes files meanwhile,
-    and records it before: so the record is read after the listing, and again where a file has gone since."""
+    and records it before: so the record is read after the listing, and again where a file has gone since. Or it sets one aside.
+    """
     result = RolloutFiles()
     columns: list[list[Int64]] = []
     found = _rollout_files(run, findings)
@@ -72,7 +73,10 @@ def read_rollout_files(
                 if any(has_nulls(column) for batch in opened.batches for column in batch.columns):
                     raise StreamError(f"{file.path}: values are missing")
             except (StreamError, OSError) as error:
-                if os.path.lexists(file.path) or name not in (reclaimed := reclaimed_by_now()):
+                gone = not os.path.lexists(file.path) and (
+                    os.path.lexists(kept_aside(run, file.path)) or name in (reclaimed := reclaimed_by_now())
+                )
+                if not gone:
                     result.damaged.append(str(error))
                 continue
             _check_header(name, opened.header, writer, file, findings)

@@ -66,7 +66,7 @@ def read_reclaimed(run: RunFolder) -> list[Reclaimed]:
 def move_aside(run: RunFolder, path: Path, groups: Iterable[tuple[int, int]]) -> None:
     """Keep a stream file that is of no use in quarantine, for a person to look at, and beside it the groups, with their
     issues, that it was announced with. Where it cannot be moved, the log says so, and it stays."""
-    kept = run.quarantine / f"{path.parent.name}_{path.name}"
+    kept = kept_aside(run, path)
     try:
         run.quarantine.mkdir(exist_ok=True)
         publish_json(_beside(kept), list(groups))
@@ -75,6 +75,11 @@ def move_aside(run: RunFolder, path: Path, groups: Iterable[tuple[int, int]]) ->
         pass  # it never showed, or another reader was first
     except OSError as error:
         log.warning("%s could not be moved to %s: %s", path, run.quarantine, error)
+
+
+def kept_aside(run: RunFolder, path: Path) -> Path:
+    """Where a stream file lies once it was set aside."""
+    return run.quarantine / f"{path.parent.name}_{path.name}"
 
 
 def read_aside(run: RunFolder) -> Iterator[tuple[int, int]]:

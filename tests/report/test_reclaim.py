@@ -9,10 +9,13 @@ from played_run import Attempt, Crash, new_run, trained_sequence
 
 from prl.orchestrator.reclaim import Reclaimer
 from prl.orchestrator.resume import find_start
+from prl.report import audit_files
 from prl.report.audit import audit, render
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.reclaim import Reclaimed, read_reclaimed, record_reclaimed
+from prl.streams.contract import GroupFacts, Published
 from prl.streams.files import Header, StreamFile, list_published, publish_arrow
+from prl.streams.folder import FolderSource
 from prl.streams.ledger import ledger_events, read_ledger
 from prl.streams.reader import read_rollouts
 from prl.streams.records import Group
@@ -184,6 +187,24 @@ def test_what_a_run_deletes_while_it_is_audited_is_no_finding(run, monkeypatch, 
     assert result.passed, render(result)
     assert not result.passed_over
     assert result.reclaimed_files == reclaimer.files
+
+
+def test_what_a_run_sets_aside_while_it_is_audited_is_no_damage(run, monkeypatch):
+    look = audit_files.rollout_files
+
+    def then_set_aside(*arguments):
+        found = look(*arguments)
+        file = found["actor-0"][0]
+        groups = tuple(GroupFacts(g.group, g.issue, len(g.rollouts)) for g in read_all(file))
+        name = file.path.relative_to(run.path).as_posix()
+        entry = Published(name, "actor-0", file.attempt, file.sequence, file.bytes, file.checksum, groups)
+        FolderSource(run).set_aside(entry)
+        return found
+
+    monkeypatch.setattr(audit_files, "rollout_files", then_set_aside)
+    result = audit(run.path)
+    assert result.passed, render(result)
+    assert result.quarantined_files == 1
 
 
 @pytest.mark.parametrize("record", ["[[Infinity, 0]]", f"[[{10**30}, 0]]", "[[1.5, 0]]", '"ab"', "[[1]]"])
