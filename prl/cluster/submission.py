@@ -205,7 +205,7 @@ def _fill_attempt(config: Config, folder: RunFolder, attempt: int) -> None:
     snapshot_code(folder.code, template_folder())
     text = dump(config).encode()
     publish(folder.config, text)
-    publish(folder.attempt(attempt) / "config.yaml", text)
+    publish(folder.attempt_config(attempt), text)
     folder.stop.unlink(missing_ok=True)  # meant for an attempt before this one
     _point_latest(folder, Path(folder.attempt(attempt).name))
 

@@ -10,6 +10,7 @@ Everything is held in columns: some 60 bytes an event of the ledger and some 50 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +337,7 @@ def _check_step_files(
     """Each step's file against the ledger, both ways, and against the rollouts that are still there."""
     found, newest = all_steps(run.steps), max(run.attempts(), default=0)
     gone = _reclaimed_steps(run)  # read after the listing: what a run deletes it records before
+    config_of = cache(lambda attempt: load(run.attempt_config(attempt)))  # a resume may have changed it
     order = np.flatnonzero(ledger.survives)
     order = order[np.argsort(ledger.step[order], kind="stable")]
     of_order = ledger.step[order]
@@ -364,7 +366,12 @@ def _check_step_files(
         if recorded is not None:
             _compare(step, rows, recorded, ledger, findings)
         result.lag_max = max(result.lag_max, int(rows.lag_max.max(initial=-1)))
-        check_age(config, step, rows, files, findings)
+        try:
+            made_with = config_of(own.header.attempt)
+        except ConfigError as error:
+            findings.add(f"step {step}", f"its limit of the lag is not known: {'; '.join(error.args)}")
+            continue
+        check_age(made_with, step, rows, files, findings)
 
 
 def _compare(step: int, rows: StepRows, recorded: Int64, ledger: _Ledger, findings: Findings) -> None:

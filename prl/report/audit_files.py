@@ -229,7 +229,7 @@ def _sequence_columns(batch: pa.RecordBatch, problems: Problems, name: str, find
 
 
 def check_age(config: Config, step: int, rows: StepRows, files: RolloutFiles, findings: Findings) -> None:
-    """Lags are within the limit, and what the rollouts' versions say."""
+    """Lags are within the limit of `config`, that of the attempt which made the step, and what the rollouts' versions say."""
     limit = config.run.lag_limit
     if config.preprocess.too_old != "train":
         findings.add_ids(rows.key[rows.lag_max > limit], f"trained in step {step} with a lag above {limit}")

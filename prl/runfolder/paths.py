@@ -23,7 +23,11 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
+        """The newest attempt's."""
         return self.path / "config.yaml"
+
+    def attempt_config(self, number: int) -> Path:
+        return self.attempt(number) / "config.yaml"
 
     @property
     def code(self) -> Path:

@@ -68,6 +68,7 @@ class Attempt:
         self.number = max(run.attempts(), default=0) + 1
         start = find_start(run, config)
         run.attempt(self.number).mkdir()
+        run.attempt_config(self.number).write_text(dump(config))
         run.plan(self.number).write_text(json.dumps({"lineage": start.resume.lineage, "forks": start.forks, "refused": []}))
         self._start, self._step, self._lineage = start, start.resume.step, start.resume.lineage
         self._dispatcher = start.dispatcher

@@ -248,6 +248,17 @@ def test_one_row_renumbered_in_a_step_file(run, step):
     assert f"rollout {FAR}: lies in the file of step {step}; the ledger says: nothing" in render(audit(run.path))
 
 
+def test_a_step_keeps_to_the_limits_of_the_attempt_that_made_it(run):
+    """A resume may come with others."""
+    run.config.write_text(run.config.read_text().replace("max_lag: 2", "max_lag: 0"))
+    result = audit(run.path)
+    assert (result.passed, result.lag_max) == (True, 2), render(result)
+    shutil.copy(run.config, run.attempt_config(2))
+    assert "with a lag above 0" in render(audit(run.path))
+    run.attempt_config(2).unlink()
+    assert "its limit of the lag is not known: " in render(audit(run.path))
+
+
 def test_a_missing_step_file(run):
     find_steps(run.steps)[5].path.unlink()
     assert "step 5: its file is not there; 6 rollouts were trained in it" in render(audit(run.path))
