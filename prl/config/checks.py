@@ -101,6 +101,8 @@ def _parts(config: Config) -> Iterator[str]:
     sample, actor, control = config.sample, config.actor, config.control
     if not config.cluster.gpus_per_node and sample.kv_cache_mib is None:
         yield "sample.kv_cache_mib = null: without accelerators the KV cache needs a size in MiB, e.g. 256"
+    if sample.quantization != "none":
+        yield from _quantized(config)
     if actor.max_tokens >= sample.max_model_len:
         yield (
             f"actor.max_tokens = {actor.max_tokens}: leaves no room for a prompt in sample.max_model_len = "
@@ -145,6 +147,9 @@ def _parts(config: Config) -> Iterator[str]:
         yield (
             "streams.keep = all: Redis keeps no rollout that is done with; set streams.backend: folder, or streams.keep: needed"
         )
+    if config.weights.staging == "chunked" and (config.weights.delta or sample.quantization != "none"):
+        key = "weights.delta = true" if config.weights.delta else f"sample.quantization = {sample.quantization}"
+        yield f"weights.staging = chunked: {key} keeps or needs a whole version beside the live one; give up one of the two"
     if config.weights.delta and config.weights.transport == "lanes":
         yield ("weights.delta = true: lanes send all values of each version; set weights.transport: gather, or false here")
     if control.lost_after_s <= control.heartbeat_s:
@@ -152,6 +157,18 @@ def _parts(config: Config) -> Iterator[str]:
             f"control.lost_after_s = {control.lost_after_s}: every process would count as lost between two heartbeats "
             f"(control.heartbeat_s = {control.heartbeat_s}); set several times that"
         )
+
+
+def _quantized(config: Config) -> Iterator[str]:
+    """Quantised weights come out of vLLM's loader, which needs whole tensors; on CPUs it quantises linear layers by channel."""
+    sample = config.sample
+    key = f"sample.quantization = {sample.quantization}"
+    if sample.dtype != "bfloat16":
+        yield f"{key}: vLLM quantises weights of bfloat16 alone; set sample.dtype: bfloat16"
+    if config.weights.transport == "lanes" and sample.tensor_parallel > 1:
+        yield f"{key}: lanes bring a worker parts of tensors, of which none can be quantised; set weights.transport: gather"
+    if not config.cluster.gpus_per_node and sample.quantization != "fp8_per_channel":
+        yield f"{key}: without accelerators only fp8_per_channel can be had; set that, or none"
 
 
 def _domains(config: Config) -> Iterator[str]:

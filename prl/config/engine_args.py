@@ -27,6 +27,7 @@ _NAMED = {
     "max-model-len": "sample.max_model_len",
     "max-num-seqs": "sample.max_num_seqs",
     "model": "model.path",
+    "quantization": "sample.quantization",
     "tensor-parallel-size": "sample.tensor_parallel",
 }
 # With other values the weights would not arrive, log-probs would not be the policy's, or requests would not reach the server.
@@ -34,7 +35,7 @@ _OWN = (
     *("host", "port", "uds", "root-path", "api-key", "middleware", "grpc", "grpc-port", "served-model-name", "headless"),
     *("load-format", "generation-config", "override-generation-config", "logprobs-mode", "enable-scale-out", "config"),
     *("worker-cls", "worker-extension-cls", "weight-transfer-config", "pipeline-parallel-size", "api-server-count"),
-    *("nnodes", "node-rank", "master-addr", "master-port", "quantization", "quantization-config"),
+    *("nnodes", "node-rank", "master-addr", "master-port", "quantization-config"),
     *("enable-expert-parallel", "enable-eplb", "eplb-config"),
 )
 _OWN_PREFIXES = ("data-parallel-", "ssl-")

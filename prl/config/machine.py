@@ -85,8 +85,13 @@ def estimate_memory_bytes(config: Config, model: ModelConfig) -> int:
         + saved_on_a_node(model, config.train, ranks, ranks)
         + kept_bytes(config, model)
         + parameters * _LOADING_BYTES
-        # weights twice: those in use and the version that arrives
-        + replicas * (_SAMPLER_BYTES + 2 * sampled + (config.sample.kv_cache_mib or 0) * _MIB)
+        # weights twice: those in use and the version that arrives, unless it is written over them
+        + replicas
+        * (
+            _SAMPLER_BYTES
+            + (1 if config.weights.staging == "chunked" else 2) * sampled
+            + (config.sample.kv_cache_mib or 0) * _MIB
+        )
         + small * _SMALL_PROCESS_BYTES
     )
 

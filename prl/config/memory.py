@@ -220,8 +220,11 @@ def describe_weights(model: ModelConfig, config: Config) -> str:
         case "gather":
             staged = version
     more = "more at all times" if _tells_deltas(config) else "more while one arrives"
+    held = f"a sampler's worker holds {size_in_words(staged)} {more}"
+    if config.weights.staging == "chunked":
+        held = "samplers stand still while it is written over the last one, bucket by bucket"
     return (
-        f"  a version of the weights has {size_in_words(version)}: a sampler's worker holds {size_in_words(staged)} {more}; "
+        f"  a version of the weights has {size_in_words(version)}: {held}; "
         f"weights/ in the run\n    folder needs up to {size_in_words(2 * version)} of disk {when}, and whoever "
         f"writes {size_in_words(min(version, _GIB))} of the host's memory{otherwise}"
     )

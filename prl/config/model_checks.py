@@ -104,6 +104,8 @@ def _sampled_experts(config: Config, model: ModelConfig) -> Iterator[str]:
             f"model: without accelerators vLLM wants a hidden size that is a multiple of 32 and experts whose width is one of "
             f"16 on each worker; they are {model.hidden_size} and {model.expert_ffn_size // workers}"
         )
+    if config.sample.quantization != "none" and not config.cluster.gpus_per_node:
+        yield f"sample.quantization = {config.sample.quantization}: experts need accelerators for it; set it to none"
     if config.sample.record_routing and not config.cluster.gpus_per_node:
         yield "sample.record_routing = true: vLLM records no routing without accelerators; set it to false"
     if config.sample.record_routing and config.train.recompute == "selective" and config.train.pipeline_parallel > 1:

@@ -74,6 +74,8 @@ weights/ (orchestrator and samplers), of a version that samplers serve; the trai
     changed_share              values that are others than in the version sent before: 0 to 1; where only those were sent
                                (weights.delta)
     by_files                   1 where it went through files, else 0
+    direct_share               of the bytes, those that were written where they lie, past vLLM's loader: 0 to 1; the smallest
+                               of all samplers
     passed_over                versions before it that were never sent, since an update outlasted a step
 samplers/ (the orchestrator)
     serving                    replicas that may be asked

@@ -219,7 +219,7 @@ class Seeder:
             "lineage": current.version.lineage,
             "step": current.version.step,
             "digest": current.digest,
-            "clear_cache": self._options.clear_cache,
+            "clear_cache": self._options.prefix_cache == "recompute",
         }
         for replica in seed.newcomers:
             if replica.gone.is_set() or replica.index in seed.errors:

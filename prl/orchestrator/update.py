@@ -30,6 +30,7 @@ class Update:
     sent_bytes: int = 0
     gathered_bytes: int = 0  # of tensors that one trainer rank put together for it
     changed_share: float | None = None  # of the values, where only those were sent
+    direct_share: float = 1.0  # of the bytes, the least of all workers: written where they lie, past vLLM's loader
     failed: str = ""  # why not everyone has it or will get it: another group is needed
 
     @property

@@ -174,6 +174,7 @@ class WeightUpdater:
         else:
             update.staged[int(body["replica"]), int(body["worker"])] = str(body["digest"])
             update.receive_s = max(update.receive_s, float(body["receive_s"]))
+            update.direct_share = min(update.direct_share, float(body["direct_share"]))
         self._changed.ring()
         return {}
 
@@ -306,7 +307,7 @@ class WeightUpdater:
             "lineage": update.version.lineage,
             "step": update.version.step,
             "digest": update.digest,
-            "clear_cache": self._options.clear_cache,
+            "clear_cache": self._options.prefix_cache == "recompute",
         }
         answers = await self._ask_all(holders, "commit", [commit] * len(holders), self._options.update_s)
         if not answers or update.digest is None:
@@ -326,6 +327,7 @@ class WeightUpdater:
             names.SENT_BYTES: float(update.sent_bytes),
             "weights/gathered_bytes": float(update.gathered_bytes),
             "weights/by_files": float(update.by_files),
+            "weights/direct_share": update.direct_share,
             "weights/passed_over": float(self._passed_over),
         }
         if update.changed_share is not None:

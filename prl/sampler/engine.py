@@ -3,6 +3,12 @@
 Tokens go on being sampled while a version arrives into staged tensors. What was staged is digested and reported to the
 orchestrator; the commit then only copies, inside a pause, and digests the live parameters before any token of the new
 version counts. Parameters keep their storage, so nothing has to be rebuilt.
+
+With weights.staging: chunked nothing is staged: the sampler stands still, and what arrives is written over the last version,
+which is digested all the same before a token of it counts.
+
+What cannot be written so is staged as whole tensors, which vLLM's loader takes at the commit (prl/sampler/reload.py). What it
+makes of them cannot be digested: of those, what was given to it counts.
 """
 
 import asyncio
@@ -10,7 +16,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +31,16 @@ from prl.control.child import Child, child_from_environment, say
 from prl.control.client import ControlClient
 from prl.flow.versions import Version
 from prl.runfolder.weights import StoredError
-from prl.sampler.lanes_in import LaneEnd, LanesInfo, check_placements, route_of
+from prl.sampler.lanes_in import LaneEnd, LanesInfo, check_parts, live_staging, route_of
 from prl.sampler.link import End, Link
 from prl.sampler.live import LiveWeights
-from prl.sampler.placement import Placement, place
+from prl.sampler.placement import Loaded, Part, Placement, direct_share, place
+from prl.sampler.reload import reload_modules
 from prl.weights import digest
 from prl.weights.agreement import Facts, check_agreement, facts
 from prl.weights.folder import Slab, VersionReader, write_pieces
 from prl.weights.group import TransportError
-from prl.weights.lanes import Route
+from prl.weights.lanes import Route, Staging
 from prl.weights.plan import TensorSpec, from_json
 from prl.weights.transport import SamplerEnd, Whole, libraries
 
@@ -89,8 +97,8 @@ class StoreInfo:
 @dataclass(frozen=True)
 class Staged:
     version: Version
-    shards: list[torch.Tensor]  # one for each placement
-    placements: list[Placement]
+    shards: list[torch.Tensor]  # one for each part; with weights.staging: chunked where they are live already
+    parts: list[Part]
     digest: int
     share: bool  # the digest is of what this worker counts; those of all workers add up to the version's
     told: int  # the digest that the orchestrator compares
@@ -111,11 +119,12 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         self._child: Child = child_from_environment()
         self._link: Link | None = None
         self._staged: Staged | None = None
-        self._held: Whole | None = (
-            None  # with weights.delta: what the group brought last; the next version may be a delta to it
-        )
+        # With weights.delta: what the group brought last; the next version may be a delta to it.
+        self._held: Whole | None = None
         self._staging = 0  # number of the newest thing to be staged; whatever else still arrives is nobody's
         self._live = LiveWeights("nothing was stored yet")
+        self._unusable = ""  # why the model cannot be used any more
+        self._told: frozenset[str] | None = None  # the modules that were last told to be loaded
 
     # What vLLM's worker calls.
 
@@ -128,7 +137,9 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         if init_info.tensors is not None:
             self._place(from_json(init_info.tensors))
         if route is not None:
-            check_placements(route, self.parallel_config.rank, self._place(list(route.plan.tensors)))
+            parts = self._place(list(route.plan.tensors))
+            check_parts(route, self.parallel_config.rank, parts)
+            self._live_staging(route, parts)  # refused now, if at all
         self._begin_staging()
         self._held = None
         if self._link is not None:
@@ -159,19 +170,31 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             connected = "was never connected" if link is None else f"was connected in epoch {link.epoch}"
             raise ValueError(f"receive in epoch {update_info.epoch}, but this sampler {connected}")
         specs = from_json(update_info.tensors)
-        placements = self._place(specs)
+        parts = self._place(specs)
         held = self._held
         staging = self._begin_staging()
         self._held = None  # used up by this version
-        link.do(lambda: self._receive(link, staging, update_info, specs, placements, held))
+        link.do(lambda: self._receive(link, staging, update_info, specs, parts, held))
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Copy what was staged into the live parameters."""
+        """Copy what was staged into the live parameters, and have vLLM load what goes to its loader."""
         assert self._staged is not None, "commit without a staged version"
         self._live.end(f"version {self._staged.version} took its place")
-        for placement, shard in zip(self._staged.placements, self._staged.shards, strict=True):
-            placement.live.copy_(shard, non_blocking=True)
+        wholes: dict[str, torch.Tensor] = {}
+        modules: dict[str, None] = {}
+        for part, shard in zip(self._staged.parts, self._staged.shards, strict=True):
+            match part:
+                case Placement():
+                    if shard.data_ptr() != part.live.data_ptr():
+                        part.live.copy_(shard, non_blocking=True)
+                case Loaded():
+                    wholes[part.spec.name] = shard
+                    modules[part.module] = None
+        if wholes:
+            self._unusable = f"vLLM could not load version {self._staged.version}, and has lost the one before"
+            reload_modules(self.model, self.model_config, modules, wholes)
+            self._unusable = ""
 
     def shutdown(self) -> None:
         self._begin_staging()
@@ -183,16 +206,22 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
     def load(self, info: LoadInfo) -> None:
         """Read this worker's part of a version from files, in a thread."""
         specs = from_json(info.tensors)
-        placements = self._place(specs)
+        parts = self._place(specs)
         staging = self._begin_staging()
         if not info.seed and self._link is not None:  # the whole group does without a transfer group now
             self._link.leave()
             self._link = self._held = None
-        _in_thread(lambda: self._load(staging, info, specs, placements), f"load version {info.lineage}:{info.step}")
+        _in_thread(lambda: self._load(staging, info, specs, parts), f"load version {info.lineage}:{info.step}")
 
     def store(self, info: StoreInfo) -> None:
-        """Write what this worker counts of the live version to files, in a thread; a newer version ends it."""
-        placements = [placement for placement in self._place(from_json(info.tensors)) if placement.counted]
+        """Write what this worker counts of the live version to files, in a thread; a newer version ends it. Raises ValueError
+        where vLLM's loader has made something else of it."""
+        placements = []
+        for part in self._place(from_json(info.tensors)):
+            if isinstance(part, Placement) and part.counted:
+                placements.append(part)
+            elif isinstance(part, Loaded):
+                raise ValueError(f"the live version cannot be stored: {part.spec.name} cannot be read back")
         self._live.end("it was asked for again")
         self._live = live = LiveWeights()
         _in_thread(lambda: self._store(live, info, placements), "store the live version")
@@ -202,14 +231,19 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         return self._staged
 
     def live_digest(self) -> int:
-        """Recomputed from the live parameters: this worker's share of the version's digest. Raises ValueError where the
-        shards that another worker counts differ from what was staged. Frees what was staged, unless deltas need it."""
+        """Recomputed from the live parameters: this worker's share of the version's digest; of whole tensors, from what vLLM's
+        loader was given. Raises ValueError where the shards that another worker counts differ from what was staged. Frees
+        what was staged, unless deltas need it."""
         assert self._staged is not None, "live digest before a version was staged"
         staged, self._staged = self._staged, None
-        for placement, shard in zip(staged.placements, staged.shards, strict=True):
-            if not placement.counted and not _same_bits(placement.live, shard):
-                raise ValueError(f"{placement.spec.name}: the live copy differs from what was received")
-        return digest.total(placement.digest() for placement in staged.placements if placement.counted)
+        counted = []
+        for part, shard in zip(staged.parts, staged.shards, strict=True):
+            live = part.live if isinstance(part, Placement) else shard
+            if part.counted:
+                counted.append(part.digest_of(live))
+            elif not _same_bits(live, shard):
+                raise ValueError(f"{part.spec.name}: the live copy differs from what was received")
+        return digest.total(counted)
 
     # What threads do.
 
@@ -225,7 +259,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         staging: int,
         info: ReceiveInfo,
         specs: list[TensorSpec],
-        placements: list[Placement],
+        parts: list[Part],
         held: Whole | None,
     ) -> None:
         """In the link's thread."""
@@ -236,33 +270,53 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             if link.end is None:
                 raise TransportError(f"no group for version {version}: {link.no_group}")
             if isinstance(link.end, LaneEnd):
-                got = link.end.receive(placements, options.update_s)
-                return Staged(version, got.shards, placements, got.counted, share=True, told=got.digest)
+                got = link.end.receive(parts, options.update_s, self._live_staging(link.end.route, parts))
+                return Staged(version, got.shards, parts, got.counted, share=True, told=got.digest)
+            if self._chunked:
+                arriving = link.end.arriving(specs, info.bucket_bytes, options.update_s)
+                total = self._write(staging, arriving, parts)
+                return Staged(version, _live(parts), parts, total, share=False, told=total)
             tensors = link.end.receive(specs, info.bucket_bytes, options.update_s, deltas=options.delta, held=held)
-            shards = [placement.shard(tensors[placement.spec.name]) for placement in placements]
+            shards = [part.of(tensors[part.spec.name]) for part in parts]
             whole = Whole(tensors, digest.digest(tensors))
             kept = whole if options.delta else None
-            return Staged(version, shards, placements, whole.digest, share=False, told=whole.digest, whole=kept)
+            return Staged(version, shards, parts, whole.digest, share=False, told=whole.digest, whole=kept)
 
         failed = self._stage(staging, take, {"lineage": info.lineage, "step": info.step, "epoch": info.epoch, "seed": 0})
         if failed and link.end is not None:
             link.close(f"the last transfer failed: {failed}")
 
-    def _load(self, staging: int, info: LoadInfo, specs: list[TensorSpec], placements: list[Placement]) -> None:
+    def _write(self, staging: int, arriving: Iterable[tuple[TensorSpec, torch.Tensor]], parts: Sequence[Part]) -> int:
+        """Over the live version, tensor by tensor; the digest of what has arrived."""
+        of: dict[str, list[Part]] = defaultdict(list)
+        for part in parts:
+            of[part.spec.name].append(part)
+        digests = []
+        for spec, tensor in arriving:
+            if staging != self._staging:
+                raise TransportError("another version is written over the live one by now")
+            digests.append(digest.part(spec.name, tensor))
+            for part in of[spec.name]:
+                _copy(part, part.of(tensor))
+        return digest.total(digests)
+
+    def _load(self, staging: int, info: LoadInfo, specs: list[TensorSpec], parts: list[Part]) -> None:
         def take() -> Staged:
             version, wait_s = Version(info.lineage, info.step), self._child.config.weights.update_s
             reader = VersionReader(self._child.run.weights, version, specs, wait_s)
-            shards, parts = [], []
-            for placement in placements:
+            shards, counted = [], []
+            for part in parts:
                 if staging != self._staging:
                     raise StoredError(f"version {version} is not wanted any more")
-                slab = _slab(placement)
-                shard = reader.read(slab, self.device, verify=not placement.counted).reshape(placement.live.shape)
+                shard = reader.read(_slab(part), self.device, verify=not part.counted).reshape(part.held_shape)
+                if part.counted:
+                    counted.append(part.digest_of(shard))
+                if self._chunked:
+                    _copy(part, shard)
+                    (shard,) = _live([part])
                 shards.append(shard)
-                if placement.counted:
-                    parts.append(placement.digest_of(shard))
-            own = digest.total(parts)
-            return Staged(version, shards, placements, own, share=True, told=own)
+            own = digest.total(counted)
+            return Staged(version, shards, parts, own, share=True, told=own)
 
         self._stage(
             staging, take, {"lineage": info.lineage, "step": info.step, "epoch": info.epoch, "seed": info.seed, "share": True}
@@ -275,6 +329,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         try:
             staged = take()
             report |= {"digest": str(staged.told), "receive_s": time.monotonic() - began}
+            report["direct_share"] = direct_share(staged.parts)
         except Exception as error:  # whatever it was, the orchestrator must hear of it: it waits for this report
             failed = report["error"] = f"{type(error).__name__}: {error}"
             if staging == self._staging:
@@ -321,6 +376,14 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         return route_of(self._child, lanes.trainer_ranks, self._dtype)
 
     @property
+    def _chunked(self) -> bool:
+        return self._child.config.weights.staging == "chunked"
+
+    def _live_staging(self, route: Route, parts: list[Part]) -> Staging | None:
+        """None where a version is staged beside the live one. Raises ValueError where it would have to be."""
+        return live_staging(route, self.parallel_config.rank, parts) if self._chunked else None
+
+    @property
     def _dtype(self) -> str:
         return str(self.model_config.dtype).removeprefix("torch.")
 
@@ -339,8 +402,31 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             plan="" if route is None else route.plan.digest(),
         )
 
-    def _place(self, specs: list[TensorSpec]) -> list[Placement]:
-        return place(self.model, bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False)), specs)
+    def _place(self, specs: list[TensorSpec]) -> list[Part]:
+        """Raises ValueError where this sampler cannot take them."""
+        if self._unusable:
+            raise ValueError(self._unusable)
+        parts = place(self.model, bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False)), specs)
+        why = {part.module: part.why for part in parts if isinstance(part, Loaded)}
+        if frozenset(why) != self._told:
+            self._told = frozenset(why)
+            words = f"; whole tensors go to vLLM's loader for {len(why)} modules: {'; '.join(sorted(set(why.values())))}"
+            say(f"prl: {direct_share(parts):.1%} of a version's bytes are written directly{words if why else ''}")
+        if why and self._chunked:
+            raise ValueError(f"weights.staging = chunked: vLLM's loader takes whole versions, and {next(iter(why.values()))}")
+        return parts
+
+
+def _copy(part: Part, shard: torch.Tensor) -> None:
+    """Over the live version. Raises ValueError where a part that another worker counts is not there afterwards."""
+    assert isinstance(part, Placement)
+    part.live.copy_(shard)
+    if not part.counted and not _same_bits(part.live, shard):
+        raise ValueError(f"{part.spec.name}: the live copy differs from what was received")
+
+
+def _live(parts: Iterable[Part]) -> list[torch.Tensor]:
+    return [part.live for part in parts if isinstance(part, Placement)]
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -348,8 +434,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
 
 
-def _slab(placement: Placement) -> Slab:
-    return Slab(placement.spec, placement.dim, placement.start, placement.size)
+def _slab(part: Part) -> Slab:
+    return Slab(part.spec, part.dim, part.start, part.size)
 
 
 def _in_thread(work: Callable[[], None], name: str) -> None:
@@ -385,8 +471,9 @@ class WorkerExtension:
 
     def prl_commit(self) -> dict[str, str]:
         """Copy, then digest the live parameters: {"digest": ...} or {"error": ...}."""
-        self.finish_weight_update()  # type: ignore[attr-defined]
         try:
+            self.finish_weight_update()  # type: ignore[attr-defined]
             return {"digest": str(self.weight_transfer_engine.live_digest())}
-        except ValueError as error:
-            return {"error": str(error)}
+        except Exception as error:  # whatever vLLM's loader failed at, nothing must be sampled from what it left
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}

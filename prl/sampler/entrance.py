@@ -20,11 +20,18 @@ class Entrance:
             await asyncio.sleep(0)
             await self._open.wait()
 
+    def close(self) -> None:
+        """Nobody enters until it is opened."""
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
     @contextmanager
     def shut(self) -> Iterator[None]:
-        """Nobody enters within this context."""
-        self._open.clear()
+        """Nobody enters within this context; it is open behind it."""
+        self.close()
         try:
             yield
         finally:
-            self._open.set()
+            self.open()

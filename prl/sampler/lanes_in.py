@@ -10,7 +10,7 @@ import torch
 from prl.config.hf_config import read_model_config
 from prl.config.layout import layout_of
 from prl.control.child import Child
-from prl.sampler.placement import Placement
+from prl.sampler.placement import Part, Placement
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
 from prl.weights.digest import MODULUS
@@ -45,7 +45,7 @@ def route_of(child: Child, trainer_ranks: int, dtype: str) -> Route:
 
 @dataclass(frozen=True)
 class Received:
-    shards: list[torch.Tensor]  # one for each placement
+    shards: list[torch.Tensor]  # one for each part
     digest: int  # of all that this worker was sent
     counted: int  # of what it adds to the version's digest
 
@@ -68,18 +68,18 @@ class LaneEnd:
         left: threading.Event,
     ) -> None:
         """Blocks until all are there or `group_s` is over; see `LaneReceiver`."""
-        self._route, self._worker, self._device = route, worker, device
+        self.route, self._worker, self._device = route, worker, device
         crew = Crew(epoch, info.trainer_ranks, info.samplers, route.plan.lanes)
         place = replica, worker, address, port
         self._receiver = LaneReceiver(route, crew, *place, group_s=group_s, device=device, left=left)
 
-    def receive(self, placements: Sequence[Placement], update_s: float) -> Received:
-        """The next version. Raises TransportError."""
-        plan = self._route.plan
-        staging = Staging(plan, self._route.shards[self._worker], self._device)
+    def receive(self, parts: Sequence[Part], update_s: float, live: Staging | None) -> Received:
+        """The next version; over the live one, where that is given. Raises TransportError."""
+        plan = self.route.plan
+        staging = live or Staging(plan, self.route.shards[self._worker], self._device)
         report = self._receiver.receive(staging, update_s)
         staged = {plan.tensors[tensor].name: shard for tensor, shard in staging.tensors.items()}
-        shards = [_shard(staged, placement) for placement in placements]
+        shards = [_shard(staged, part, self._device) for part in parts]
         digests = sum(leg.digest for leg in report.legs), sum(leg.counted for leg in report.legs)
         return Received(shards, *(value % MODULUS for value in digests))
 
@@ -87,19 +87,19 @@ class LaneEnd:
         self._receiver.close()
 
 
-def check_placements(route: Route, worker: int, placements: Sequence[Placement]) -> None:
-    """Whether the plan has this worker hold what it holds. Raises ValueError with the first tensors that differ."""
+def check_parts(route: Route, worker: int, parts: Sequence[Part]) -> None:
+    """Whether the plan has this worker be sent what it takes. Raises ValueError with the first tensors that differ."""
     numbers = {spec.name: number for number, spec in enumerate(route.plan.tensors)}
     planned = {shard.tile.tensor: shard for shard in route.shards[worker]}
     found: dict[int, Shard] = {}
     wrong = []
-    for placement in placements:
-        if not placement.live.numel():
+    for part in parts:
+        if not part.size:
             continue
-        shard = _planned_as(placement, numbers[placement.spec.name])
+        shard = _planned_as(part, numbers[part.spec.name])
         first = found.setdefault(shard.tile.tensor, shard)  # of an embedding's copy as the head the embedding counts
         if first.tile != shard.tile or (first is shard and planned.get(shard.tile.tensor) != shard):
-            wrong.append(f"{placement.spec.name} (here {shard}, planned {planned.get(shard.tile.tensor)})")
+            wrong.append(f"{part.spec.name} (here {shard}, planned {planned.get(shard.tile.tensor)})")
     wrong += [f"{route.plan.tensors[tensor].name} (not here)" for tensor in planned if tensor not in found]
     if wrong:
         raise ValueError(
@@ -108,16 +108,33 @@ def check_placements(route: Route, worker: int, placements: Sequence[Placement])
         )
 
 
-def _planned_as(placement: Placement, tensor: int) -> Shard:
-    rows = placement.spec.shape[0]
-    columns = placement.spec.elements // rows
-    start, size = placement.start, placement.size
-    tile = Tile(tensor, 0, rows, start, size) if placement.dim else Tile(tensor, start, size, 0, columns)
-    return Shard(tile, placement.counted)
+def live_staging(route: Route, worker: int, parts: Sequence[Part]) -> Staging:
+    """Where what this worker is sent lies in its live parameters. Raises ValueError where that is not row by row."""
+    numbers = {spec.name: number for number, spec in enumerate(route.plan.tensors)}
+    shards = {shard.tile.tensor: shard for shard in route.shards[worker]}
+    tensors: dict[int, torch.Tensor] = {}
+    for part in parts:
+        number = numbers[part.spec.name]
+        if part.size and number not in tensors:
+            assert isinstance(part, Placement)
+            tile = shards[number].tile
+            try:
+                tensors[number] = part.live.view(tile.rows, tile.columns)
+            except RuntimeError:
+                words = f"{part.spec.name} lies in tiles, which no bucket can be written over: set weights.staging: full"
+                raise ValueError(words) from None
+    return Staging(route.plan, route.shards[worker], tensors=tensors)
 
 
-def _shard(staged: Mapping[str, torch.Tensor], placement: Placement) -> torch.Tensor:
-    """In the shape of the live one; a worker may hold nothing of a vocabulary."""
-    if not placement.live.numel():
-        return torch.empty_like(placement.live)
-    return staged[placement.spec.name].reshape(placement.live.shape)
+def _planned_as(part: Part, tensor: int) -> Shard:
+    rows = part.spec.shape[0]
+    columns = part.spec.elements // rows
+    tile = Tile(tensor, 0, rows, part.start, part.size) if part.dim else Tile(tensor, part.start, part.size, 0, columns)
+    return Shard(tile, part.counted)
+
+
+def _shard(staged: Mapping[str, torch.Tensor], part: Part, device: torch.device | str) -> torch.Tensor:
+    """In the shape in which it is held; a worker may hold nothing of a vocabulary."""
+    if not part.size:
+        return torch.empty(part.held_shape, dtype=getattr(torch, part.spec.dtype), device=device)
+    return staged[part.spec.name].reshape(part.held_shape)

@@ -11,6 +11,11 @@ from prl.config.bounds import Above, AtLeast, AtMost, Below
 class SampleOptions:
     tensor_parallel: Annotated[int, "tensor-parallel workers of a sampler", AtLeast(1), Below(10**4)] = 1
     dtype: Annotated[Literal["float32", "bfloat16"], "dtype of the sampler's weights and cache"] = "bfloat16"
+    quantization: Annotated[
+        Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"],
+        "keep the samplers' linear layers and experts in fp8, as vLLM quantises them at each new version, inside the pause. "
+        "Log-probs are those of the quantised weights: the trainer differs more from them. Needs sample.dtype: bfloat16",
+    ] = "none"
     max_model_len: Annotated[int, "longest prompt and answer together, in tokens", AtLeast(2), Below(10**8)] = 4096
     max_num_seqs: Annotated[int, "sequences sampled at once in one sampler", AtLeast(1), Below(10**6)] = 128
     kv_cache_mib: Annotated[int | None, "size of the KV cache in MiB; null: vLLM's choice (GPU only)", AtLeast(1)] = None

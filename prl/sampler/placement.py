@@ -2,8 +2,9 @@
 
 vLLM fuses q, k, v and gate, up into one parameter each, pads the vocabulary and, with tensor parallelism, holds a shard of
 rows or columns; experts of a layer it stacks. A placement is a view of that part of a live parameter which a tensor (or a shard
-of it) fills, so that new weights are copied in and the live state is digested under the names that the trainer knows. What is
-not understood is refused: half a model must never be served.
+of it) fills, so that new weights are copied in and the live state is digested under the names that the trainer knows. Where it
+is not known how a module keeps its weights (it quantises them, say) its tensors go as whole ones to vLLM's own loader
+(prl/sampler/reload.py). What does not fit the model is refused: half a model must never be served.
 """
 
 import re
@@ -14,12 +15,14 @@ import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from prl.sampler.experts import ExpertWeights, expert_weights
 from prl.weights import digest
@@ -29,33 +32,58 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
-class Placement:
-    """`live` holds elements [start, start + size) along `dim` of the whole tensor, all of the other dimension; in their order,
-    but its own dimensions may be more, where a kernel wants rows and columns in tiles.
-    `counted`: this worker adds it to the digest (of shards that several workers hold, one does)."""
+class Part:
+    """What a worker takes of a tensor: elements [start, start + size) along `dim`, all of the other dimension.
+    `counted`: this worker adds it to the digest (of parts that several workers take, one does)."""
 
     spec: TensorSpec
-    live: torch.Tensor
     dim: int
     start: int
     size: int
     counted: bool
 
-    def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.narrow(self.dim, self.start, self.size).reshape(self.live.shape) if whole.dim() else whole
-
-    def digest(self) -> torch.Tensor:
-        """What the live elements add to the version's digest."""
-        return self.digest_of(self.live)
-
-    def digest_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """What a shard in the place of the live elements would add."""
-        return digest.slab(self.spec.name, shard, self.spec.shape, self.dim, self.start)
-
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the shard, as a part of the whole tensor."""
+        """As a part of the whole tensor."""
         return tuple(self.size if dim == self.dim else size for dim, size in enumerate(self.spec.shape))
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """As this worker holds it."""
+        return self.shape
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.narrow(self.dim, self.start, self.size).reshape(self.held_shape) if whole.dim() else whole
+
+    def digest_of(self, elements: torch.Tensor) -> torch.Tensor:
+        """What they add to the version's digest in this place."""
+        return digest.slab(self.spec.name, elements, self.spec.shape, self.dim, self.start)
+
+
+@dataclass(frozen=True)
+class Placement(Part):
+    """The part lies in `live`, in its order; but that may have more dimensions, where a kernel wants rows and columns in
+    tiles."""
+
+    live: torch.Tensor
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        return tuple(self.live.shape)
+
+
+@dataclass(frozen=True)
+class Loaded(Part):
+    """All of a tensor, for vLLM's loader to make what `module` needs of it."""
+
+    module: str
+    why: str  # it is not written directly
+
+
+def direct_share(parts: Sequence[Part]) -> float:
+    """Of the bytes of a version: what is written directly where it lies. 0 to 1."""
+    specs = {part.spec: isinstance(part, Placement) for part in parts}
+    return sum(spec.bytes * direct for spec, direct in specs.items()) / max(1, sum(spec.bytes for spec in specs))
 
 
 @dataclass(frozen=True)
@@ -70,30 +98,49 @@ class _Target:
     counted: bool
 
 
-def place(model: torch.nn.Module, tied: bool, specs: Sequence[TensorSpec]) -> list[Placement]:
-    """Placements of all tensors of a version. Raises ValueError that names the tensors or parameters which do not fit:
-    unknown names, other dtypes or shapes, parameters that no tensor fills."""
+def place(model: torch.nn.Module, tied: bool, specs: Sequence[TensorSpec]) -> list[Part]:
+    """What this worker takes of all tensors of a version, and where. Raises ValueError that names the tensors or parameters
+    which do not fit: unknown names, other dtypes or shapes, parameters that no tensor fills."""
     modules = dict(model.named_modules(remove_duplicate=False))
     fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     whole_of = {part: (fusion, number) for fusion, parts in fused.items() for number, part in enumerate(parts)}
-    experts = {name: expert_weights(name, layer) for name, layer in modules.items() if isinstance(layer, RoutedExperts)}
-    placements, faults = [], []
+    experts, unknown = _experts(modules)
+    parts: list[Part] = []
+    faults = []
     for spec in specs:
         try:
-            placements.append(_place_expert(experts, spec) or _place_one(modules, whole_of, spec))
+            parts.append(_place_expert(experts, unknown, spec) or _place_one(modules, whole_of, spec))
         except ValueError as error:
             faults.append(str(error))
     if faults:
         raise ValueError(f"{len(faults)} of {len(specs)} tensors do not fit the sampler's model: {'; '.join(faults[:5])}")
-    placements += _untied_copies(modules, tied, placements)
-    _check_complete(model, placements, experts.values())
-    return placements
+    parts += _untied_copies(modules, tied, [part for part in parts if isinstance(part, Placement)])
+    _check_complete(model, parts, experts.values())
+    return parts
 
 
-def _place_expert(experts: Mapping[str, ExpertWeights], spec: TensorSpec) -> Placement | None:
+def _experts(modules: Mapping[str, torch.nn.Module]) -> tuple[dict[str, ExpertWeights], dict[str, str]]:
+    """The experts of each layer of which it is known how they lie, and why it is not of others. Raises ValueError for those on
+    CPUs: vLLM does not pack them anew when it loads them again."""
+    known, unknown = {}, {}
+    for name, layer in modules.items():
+        if isinstance(layer, RoutedExperts):
+            try:
+                known[name] = expert_weights(name, layer)
+            except ValueError as error:
+                if next(layer.parameters()).device.type == "cpu":
+                    raise
+                unknown[name] = str(error)
+    return known, unknown
+
+
+def _place_expert(experts: Mapping[str, ExpertWeights], unknown: Mapping[str, str], spec: TensorSpec) -> Part | None:
     """None where the tensor is of no expert."""
     match = _EXPERT.fullmatch(spec.name)
-    weights = experts.get(f"{match[1]}.routed_experts") if match else None
+    layer = f"{match[1]}.routed_experts" if match else ""
+    if layer in unknown:
+        return _loaded(spec, layer, unknown[layer])
+    weights = experts.get(layer)
     if match is None or weights is None:
         return None
     stacked = {"gate": weights.gate, "up": weights.up, "down": weights.down}[match[3]]
@@ -102,24 +149,41 @@ def _place_expert(experts: Mapping[str, ExpertWeights], spec: TensorSpec) -> Pla
         raise ValueError(f"{spec.name}: the sampler has {len(stacked)} experts a layer")
     inner, dim = width * weights.ranks, int(match[3] == "down")
     _check(spec, (weights.hidden, inner) if dim else (inner, weights.hidden), stacked.dtype)
-    return Placement(spec, stacked[number], dim, weights.rank * width, width, True)
+    return Placement(spec, dim, weights.rank * width, width, True, stacked[number])
 
 
-def _place_one(modules: Mapping[str, torch.nn.Module], whole_of: Mapping[str, tuple[str, int]], spec: TensorSpec) -> Placement:
+def _place_one(modules: Mapping[str, torch.nn.Module], whole_of: Mapping[str, tuple[str, int]], spec: TensorSpec) -> Part:
     path, _, leaf = spec.name.rpartition(".")
     parent, _, last = path.rpartition(".")
     part: int | None = None
-    module = modules.get(path)
-    if module is None and last in whole_of:
+    if path not in modules and last in whole_of:
         fusion, part = whole_of[last]
-        module = modules.get(f"{parent}.{fusion}" if parent else fusion)
-    parameter = getattr(module, leaf, None) if module is not None else None
+        path = f"{parent}.{fusion}" if parent else fusion
+    module = modules.get(path)
+    parameter = getattr(module, leaf, None)
     if module is None or not isinstance(parameter, torch.nn.Parameter):
         raise ValueError(f"{spec.name} is no parameter of {type(modules['']).__name__}")
+    why = _unknown(module)
+    if why:
+        return _loaded(spec, path, why)
     target = _target(module, parameter, part, spec)
     _check(spec, target.whole_shape, parameter.dtype)
     live = parameter.data.narrow(0, target.at, target.size) if parameter.dim() else parameter.data
-    return Placement(spec, live, target.dim, target.start, live.shape[target.dim] if live.dim() else 1, target.counted)
+    return Placement(spec, target.dim, target.start, live.shape[target.dim] if live.dim() else 1, target.counted, live)
+
+
+def _unknown(module: torch.nn.Module) -> str:
+    """Why it is not known how a module keeps its weights; empty where it is."""
+    method = getattr(module, "quant_method", None)
+    if isinstance(module, LinearBase | VocabParallelEmbedding):
+        plain = UnquantizedLinearMethod if isinstance(module, LinearBase) else UnquantizedEmbeddingMethod
+        return "" if type(method) is plain else f"{type(module).__name__} keeps them as {type(method).__name__} makes them"
+    return ""
+
+
+def _loaded(spec: TensorSpec, module: str, why: str) -> Loaded:
+    """Every worker takes all of it, and the first one counts it."""
+    return Loaded(spec, 0, 0, spec.shape[0] if spec.shape else 1, _tensor_parallel_rank() == 0, module, why)
 
 
 def _check(spec: TensorSpec, whole_shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -185,15 +249,20 @@ def _untied_copies(modules: Mapping[str, torch.nn.Module], tied: bool, placement
     if not tied or weight is None or any(p.live.data_ptr() == weight.data_ptr() for p in placements):
         return []
     embedding = [p for p in placements if p.spec.name.endswith("embed_tokens.weight")]
-    return [Placement(p.spec, weight.data.narrow(0, 0, p.size), 0, p.start, p.size, False) for p in embedding]
+    return [Placement(p.spec, 0, p.start, p.size, False, weight.data.narrow(0, 0, p.size)) for p in embedding]
 
 
-def _check_complete(model: torch.nn.Module, placements: Sequence[Placement], experts: Iterable[ExpertWeights]) -> None:
-    """Every live parameter is filled, but for what pads a vocabulary or the width of experts."""
+def _check_complete(model: torch.nn.Module, parts: Sequence[Part], experts: Iterable[ExpertWeights]) -> None:
+    """Every live parameter is filled, but for what pads a vocabulary or the width of experts. What vLLM's loader makes of whole
+    tensors cannot be counted: of each module that it fills, its own loading tells (prl/sampler/reload.py)."""
     filled: dict[int, int] = {}
-    for placement in placements:
-        storage = placement.live.untyped_storage().data_ptr()
-        filled[storage] = filled.get(storage, 0) + placement.live.numel()
+    loaded = set()
+    for part in parts:
+        if isinstance(part, Placement):
+            storage = part.live.untyped_storage().data_ptr()
+            filled[storage] = filled.get(storage, 0) + part.live.numel()
+        elif isinstance(part, Loaded):
+            loaded.add(part.module)
     padding = {
         module.weight.untyped_storage().data_ptr(): (module.weight.shape[0] - module.shard_indices.num_org_elements)
         * module.weight.shape[1]
@@ -205,7 +274,7 @@ def _check_complete(model: torch.nn.Module, placements: Sequence[Placement], exp
     lacking = []
     for name, parameter in model.named_parameters():
         storage = parameter.untyped_storage().data_ptr()
-        if filled.get(storage, 0) < parameter.numel() - padding.get(storage, 0):
+        if name.rpartition(".")[0] not in loaded and filled.get(storage, 0) < parameter.numel() - padding.get(storage, 0):
             lacking.append(name)
     if lacking:
         raise ValueError(f"no tensor fills these parameters of the sampler: {', '.join(lacking[:5])} ({len(lacking)} in all)")

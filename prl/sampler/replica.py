@@ -10,6 +10,7 @@ from prl.flow.versions import Version
 from prl.sampler.entrance import Entrance
 from prl.sampler.traffic import Traffic
 from prl.weights.digest import MODULUS
+from prl.weights.options import WeightsOptions
 
 
 class CommitRefused(Exception):
@@ -27,13 +28,15 @@ class Commit:
 class Replica:
     """Drives vLLM's engine through updates. `closed` says why generation is refused; None while it is allowed."""
 
-    def __init__(self, engine: Any, update_s: float) -> None:
+    def __init__(self, engine: Any, options: WeightsOptions) -> None:
         self.version: Version | None = None
         self.closed: str | None = "this sampler has no weights yet: the first version was not committed"
         self.entrance = Entrance()
         self._engine = engine
-        self._traffic = Traffic(engine)
-        self._update_s = update_s
+        self._traffic = Traffic(engine, salted=options.prefix_cache != "keep")
+        self._update_s = options.update_s
+        self._chunked = options.staging == "chunked"
+        self._still_since_s: float | None = None  # it stands still for a version that is written over the last one
         self._lock = asyncio.Lock()
 
     async def connect(self, info: Mapping[str, Any]) -> None:
@@ -44,11 +47,13 @@ class Replica:
     async def receive(self, info: Mapping[str, Any]) -> None:
         """Arm the receiving of one version in every worker; the workers report to the orchestrator when it is staged."""
         async with self._lock, asyncio.timeout(self._update_s):
+            await self._stand_still()
             await self._engine.collective_rpc("prl_receive", args=(dict(info),))
 
     async def load(self, info: Mapping[str, Any]) -> None:
         """Arm the reading of a version from files in every worker; the workers report when it is staged."""
         async with self._lock, asyncio.timeout(self._update_s):
+            await self._stand_still()
             await self._engine.collective_rpc("prl_load", args=(dict(info),))
 
     async def store(self, version: Version, info: Mapping[str, Any]) -> None:
@@ -61,7 +66,7 @@ class Replica:
 
     async def commit(self, version: Version, digest: int, clear_cache: bool) -> Commit:
         """Pause, copy what is staged into the live parameters, label, verify, resume. Requests in flight go on over it,
-        with their KV cache unless `clear_cache`; later ones reuse nothing of an earlier version's. Raises CommitRefused;
+        with their KV cache unless `clear_cache`; of what later ones reuse see weights.prefix_cache. Raises CommitRefused;
         where the digests differ the sampler stays closed. Returns behind the first token of what was in flight."""
         async with self._lock:
             try:
@@ -71,6 +76,7 @@ class Replica:
                         pause_s = await self._swap(version, digest, clear_cache)
             except TimeoutError:
                 self.closed = f"the commit of version {version} did not end within {self._update_s:.0f} s"
+                self.entrance.open()
                 raise CommitRefused(self.closed) from None
             gap_s = await self._traffic.gap_s()
         return Commit(version, digest, pause_s, pause_s if gap_s is None else gap_s)
@@ -93,13 +99,25 @@ class Replica:
             if value != digest:
                 await self._close(f"version {version} arrived in {where} with digest {value}, not {digest}")
 
+    async def _stand_still(self) -> None:
+        """With weights.staging: chunked what arrives is written over the live version: sample nothing until the next commit.
+        Requests wait."""
+        if not self._chunked or self.closed is not None or self._still_since_s is not None:
+            return
+        self.entrance.close()
+        self._still_since_s = time.monotonic()
+        self.version = self._traffic.label = None
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        self._traffic.paused(self._still_since_s)
+
     async def _swap(self, version: Version, digest: int, clear_cache: bool) -> float:
         """The length of the pause, in seconds."""
         core = self._engine.engine_core  # AsyncLLM.pause_generation would sleep 20 ms on top
-        began = time.monotonic()
+        began = self._still_since_s or time.monotonic()
         self._traffic.label = None
         await core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
-        self._traffic.paused(began)
+        if self._still_since_s is None:
+            self._traffic.paused(began)
         results = await self._engine.collective_rpc("prl_commit")
         errors = [f"worker {worker}: {result['error']}" for worker, result in enumerate(results) if "error" in result]
         live = sum(int(result.get("digest", 0)) for result in results) % MODULUS
@@ -110,7 +128,7 @@ class Replica:
         await asyncio.gather(core.set_weight_version_async(str(version)), core.resume_scheduler_async())
         pause_s = time.monotonic() - began
         self._traffic.label = str(version)
-        self.version, self.closed = version, None
+        self.version, self.closed, self._still_since_s = version, None, None
         return pause_s
 
     async def _close(self, reason: str) -> None:
@@ -119,5 +137,6 @@ class Replica:
 
     async def _shut(self, reason: str) -> None:
         """Refuse generation from now on and abort what is in flight: no further token may come from these weights."""
-        self.closed = reason
+        self.closed, self._still_since_s = reason, None
+        self.entrance.open()
         await self._engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prl.sampler.options import SampleOptions
+from prl.weights.options import WeightsOptions
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def server_arguments(model: str, host: str, port: int, options: SampleOptions, g
         arguments["async-scheduling"] = False  # with no device to keep busy it costs a tenth of the throughput
     if options.record_routing:
         arguments["enable-return-routed-experts"] = True
+    if options.quantization != "none":
+        arguments["quantization"] = options.quantization
     arguments |= dict(options.engine_args)
     return [word for name, value in arguments.items() for word in _words(name, value)]
 
@@ -106,7 +109,7 @@ def _words(name: str, value: str | float | bool) -> list[str]:
 
 
 @asynccontextmanager
-async def serving(arguments: list[str], token: str, update_s: float) -> AsyncIterator[Serving]:
+async def serving(arguments: list[str], token: str, weights: WeightsOptions) -> AsyncIterator[Serving]:
     """Start vLLM's engine and its HTTP server with our guard before every route; both end with the context."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
@@ -125,7 +128,7 @@ async def serving(arguments: list[str], token: str, update_s: float) -> AsyncIte
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
-        replica = Replica(engine, update_s)
+        replica = Replica(engine, weights)
         direct = {PATH: Generate(engine)}
         add_routes(app, replica, direct)
         guarded = Guard(app, token, replica, direct)  # around the whole application, so that nothing of vLLM's comes before it

@@ -1,5 +1,5 @@
-"""What passes between vLLM's server and its engine: requests on their way in are salted with the version, outputs on their
-way out are timed. Both sit at the one place that all routes share."""
+"""What passes between vLLM's server and its engine: requests on their way in are salted with the version (unless prefixes are
+to be shared between versions), outputs on their way out are timed. Both sit at the one place that all routes share."""
 
 import asyncio
 import time
@@ -14,14 +14,15 @@ class Traffic:
     exchanged) each shares with itself alone. A request that waits in the engine's queue over an update counts as in flight:
     it keeps its label, and with it what the earlier version left."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, salted: bool) -> None:
         self.label: str | None = None
         self._outputs = engine.output_processor
         self._last_s: float | None = None  # time of the last output behind which requests were still waiting for more
         self._since_s = self._paused_s = 0.0
         # Time of the first output after a pause; None where all that could give one was aborted.
         self._first: asyncio.Future[float | None] | None = None
-        self._add, engine.engine_core.add_request_async = engine.engine_core.add_request_async, self._salted
+        if salted:
+            self._add, engine.engine_core.add_request_async = engine.engine_core.add_request_async, self._salted
         self._process, self._outputs.process_outputs = self._outputs.process_outputs, self._timed
         self._abort, self._outputs.abort_requests = self._outputs.abort_requests, self._aborted
 

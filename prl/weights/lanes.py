@@ -12,7 +12,7 @@ store, and the end is of no use any more: the next epoch has others.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -81,11 +81,20 @@ def version_digest(legs: Iterable[LegReport]) -> int:
 
 
 class Staging:
-    """A worker's shard of a version: a matrix for each tensor of which it holds something, one behind the other in one piece of
-    memory, as a leg's tiles mostly follow each other."""
+    """A worker's shard of a version: a matrix for each tensor of which it holds something, by the tensor's number."""
 
-    def __init__(self, plan: LanePlan, shards: Sequence[Shard], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        plan: LanePlan,
+        shards: Sequence[Shard],
+        device: torch.device | str = "cpu",
+        tensors: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        """In the `tensors` given, or one behind the other in one piece of memory, as a leg's tiles mostly follow each other."""
         self._shards = {shard.tile.tensor: shard for shard in shards}
+        if tensors is not None:
+            self.tensors = dict(tensors)
+            return
         slots = _slots(plan, [self._shards[tensor].tile for tensor in sorted(self._shards)])
         memory = torch.empty(slots[-1].end if slots else 0, dtype=torch.uint8, device=device)
         self.tensors = {slot.tile.tensor: slot.piece(memory) for slot in slots}

@@ -15,6 +15,12 @@ class WeightsOptions:
         "writes files into weights/ of the run folder, which the samplers read. Where a group breaks again and again, files "
         "are used anyway",
     ] = "gather"
+    staging: Annotated[
+        Literal["full", "chunked"],
+        "full: a version arrives beside the one that is sampled from, and takes its place in a short pause; chunked: where the "
+        "samplers' memory does not allow that, they stand still while it arrives, and each bucket is written over the last "
+        "version. Where a transfer breaks off they serve nothing until a whole version has come",
+    ] = "full"
     bucket_mib: Annotated[int, "size of one packed transfer, in MiB", AtLeast(1), Below(2**17)] = 256
     group_s: Annotated[float, "deadline of building the transfer group, in seconds", Above(0)] = 120.0
     update_s: Annotated[
@@ -31,6 +37,10 @@ class WeightsOptions:
         "with weights.delta: send all values again so many steps after they were last sent",
         AtLeast(1),
     ] = 100
-    clear_cache: Annotated[bool, "recompute the KV cache of requests in flight at each new version instead of keeping it"] = (
-        False
-    )
+    prefix_cache: Annotated[
+        Literal["salted", "keep", "recompute"],
+        "what becomes of the samplers' KV cache at each new version. salted: requests in flight keep theirs, and later ones "
+        "share prefixes with requests of their own version alone; keep: later ones also reuse prefixes that earlier versions "
+        "computed, which saves work, but makes their log-probs those of no single version; recompute: the cache is emptied, "
+        "and computed anew for requests in flight, too",
+    ] = "salted"

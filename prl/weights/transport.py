@@ -3,7 +3,7 @@ tensors are broadcast to them."""
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,6 +191,26 @@ class SamplerEnd:
                 apply(items_of(packed, header.item_bytes), Message(header, body))
                 _scatter(packed, bucket, raw)
         return tensors
+
+    def arriving(
+        self, specs: Sequence[TensorSpec], bucket_bytes: int, deadline_s: float
+    ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """The next version, tensor by tensor, each as soon as all of it is there, but for empty ones: it takes the memory of a
+        bucket and of one tensor that lies in several. `deadline_s` covers all of it. Not for deltas."""
+        end = time.monotonic() + deadline_s
+        buckets = pack(specs, bucket_bytes)
+        buffer = torch.empty(max((b.bytes for b in buckets), default=0), dtype=torch.uint8, device=self._device)
+        begun: dict[int, torch.Tensor] = {}
+        for number, bucket in enumerate(buckets):
+            self._member.broadcast(buffer[: bucket.bytes], f"bucket {number + 1} of {len(buckets)} from the trainer", end)
+            for piece in bucket.pieces:
+                spec = specs[piece.tensor]
+                if piece.start == 0:
+                    begun[piece.tensor] = torch.empty(spec.bytes, dtype=torch.uint8, device=self._device)
+                raw = begun[piece.tensor]
+                raw[piece.start : piece.end].copy_(buffer[piece.at : piece.at + piece.end - piece.start])
+                if piece.end == spec.bytes:
+                    yield spec, begun.pop(piece.tensor).view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def close(self) -> None:
         self._member.close()

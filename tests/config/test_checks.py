@@ -210,6 +210,31 @@ def test_lanes_send_no_deltas(good):
     assert check(replace(good, weights={"transport": "lanes"}), memory_bytes=16 * GIB) == []
 
 
+def test_what_needs_a_version_beside_the_live_one_is_not_written_over_it(good):
+    chunked = replace(good, weights={"staging": "chunked"})
+    (problem,) = problems(replace(chunked, weights={"delta": True}))
+    assert problem.startswith("weights.staging = chunked: weights.delta = true keeps or needs a whole version")
+    (problem,) = problems(replace(chunked, sample={"quantization": "fp8_per_channel", "dtype": "bfloat16"}))
+    assert problem.startswith("weights.staging = chunked: sample.quantization = fp8_per_channel keeps or needs")
+    assert check(replace(chunked, weights={"transport": "lanes"}), memory_bytes=16 * GIB) == []
+
+
+def test_quantised_samplers_need_bfloat16_and_whole_tensors(good):
+    quantized = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
+    on_gpus = {"nodes": 2, "gpus_per_node": 4}
+    assert check(replace(good, sample=quantized), memory_bytes=16 * GIB) == []
+    (problem,) = problems(replace(good, sample=quantized | {"dtype": "float32"}))
+    assert problem.startswith("sample.quantization = fp8_per_channel: vLLM quantises weights of bfloat16 alone")
+    (problem,) = problems(replace(good, sample=quantized | {"quantization": "fp8_per_block"}))
+    assert problem.startswith("sample.quantization = fp8_per_block: without accelerators only fp8_per_channel")
+    lanes = replace(good, sample=quantized | {"tensor_parallel": 2}, weights={"transport": "lanes"}, cluster=on_gpus)
+    (problem,) = problems(lanes)
+    assert problem.startswith("sample.quantization = fp8_per_channel: lanes bring a worker parts of tensors")
+    assert check(replace(lanes, sample={"tensor_parallel": 1}), memory_bytes=16 * GIB) == []
+    (problem,) = problems(replace(good, model={"architecture": "qwen3_moe"}, train={"tensor_parallel": 1}, sample=quantized))
+    assert problem.startswith("sample.quantization = fp8_per_channel: experts need accelerators")
+
+
 def numbers(options, prefix=""):
     """The names of all keys that take a number."""
     hints = get_type_hints(type(options), include_extras=True)

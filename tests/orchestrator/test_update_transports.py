@@ -16,7 +16,7 @@ async def share(rig, replica, digests, step=4):
     """What the workers of a replica add to the digest."""
     for worker, digest in enumerate(digests):
         where = {"replica": replica, "worker": worker, "seed": 0}
-        await rig.updater.staged({**rig.which(step), **where, "digest": str(digest), "receive_s": 0.1})
+        await rig.updater.staged({**rig.which(step), **where, "digest": str(digest), "receive_s": 0.1, "direct_share": 1.0})
 
 
 def test_by_files_samplers_read_what_the_trainer_has_written_and_their_shares_add_up():

@@ -30,13 +30,15 @@ def test_a_version_is_armed_verified_and_committed_on_all_samplers():
         assert offsets == [1, 2, 4]  # rank 0 is the trainer, the second sampler has two workers
         assert all(MEETING.items() <= sampler.calls[0][1].items() for sampler in rig.samplers)
         assert all(sampler.verbs() == ["connect", "receive"] for sampler in rig.samplers)
-        await rig.stage(0, 1, 2)
+        await rig.stage(0, 2)
+        await rig.stage(1, direct_share=0.25)
         assert not rig.committed  # not before the trainer has said what it sent
         assert rig.membership.serving == ()
         await rig.sent()
         await rig.settled()
         assert rig.committed[0].version == Version(0, 4)
         assert rig.committed[0].values["weights/receive_s"] == pytest.approx(0.2)
+        assert rig.committed[0].values["weights/direct_share"] == 0.25
         assert rig.samplers[0].calls[-1] == ("commit", {"lineage": 0, "step": 4, "digest": "7", "clear_cache": False})
         assert rig.membership.serving == (0, 1, 2)
         await rig.update(0, 1, 2, step=5)

@@ -110,11 +110,12 @@ class Rig:
     def which(self, step):
         return {"lineage": 0, "step": step, "epoch": self.epoch}
 
-    async def stage(self, *replicas, digest="7", step=4, workers=None):
+    async def stage(self, *replicas, digest="7", step=4, workers=None, direct_share=1.0):
         for replica in replicas:
             for worker in workers or range(WORKERS[replica]):
                 where = {"replica": replica, "worker": worker}
-                await self.updater.staged({**self.which(step), **where, "digest": digest, "receive_s": 0.1 * (worker + 1)})
+                said = {"digest": digest, "receive_s": 0.1 * (worker + 1), "direct_share": direct_share}
+                await self.updater.staged({**self.which(step), **where, **said})
 
     async def sent(self, digest="7", step=4, changed_share=None, lanes=None, gathered_bytes=0):
         """By lanes, without others given, the digest of each."""

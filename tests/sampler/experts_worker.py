@@ -53,7 +53,7 @@ def write(model: torch.nn.Module, own: Weights, other: Weights) -> dict[str, Any
 
     def differ(weights: Weights) -> list[str]:
         for placement in placements:
-            placement.live.copy_(placement.shard(weights[placement.spec.name]))
+            placement.live.copy_(placement.of(weights[placement.spec.name]))
         return sorted(name for name, bits in bits_of(model).items() if not torch.equal(bits, loaded[name]))
 
     others, same = differ(other), differ(own)

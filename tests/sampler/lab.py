@@ -174,6 +174,7 @@ class Lab:
     sockets: Path  # where the sampler makes the folder for vLLM's sockets
     folder: RunFolder
     stored: "queue.Queue[Mapping[str, Any]]"
+    dtype: str
     epoch: int = 0
     step: int = -1
     before: list[Reply] = field(
@@ -229,8 +230,8 @@ class Lab:
         shapes = tensor_shapes(read_model_config(self.folder.model))
         usual: dict[str, Any] = {
             "libraries": libraries("cpu"),
-            "dtype": "float32",
-            "tensors": [TensorSpec(name, "float32", shape) for name, shape in shapes.items()],
+            "dtype": self.dtype,
+            "tensors": [TensorSpec(name, self.dtype, shape) for name, shape in shapes.items()],
             "bucket_bytes": 2**20,
         }
         return facts("the trainer", "node7", **usual | others, environment=environment).to_json()
@@ -478,7 +479,7 @@ def sampler(
                 facts = wait_for_join(joined, [one]).facts
                 trainer, start_s = TrainerEnd(HOST, weights), time.monotonic() - began
                 ends = facts["url"], one.process, trainer, token, loop, staged, failed
-                yield Lab(*ends, facts, one.log, start_s, one.sockets, run, stored)
+                yield Lab(*ends, facts, one.log, start_s, one.sockets, run, stored, options.dtype)
                 if one.process.poll() is None:
                     server.stopping = True  # told with the next heartbeat
                     one.check_end()

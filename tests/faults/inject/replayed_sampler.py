@@ -130,7 +130,7 @@ class ReplayedSampler:
             specs, deltas = from_json(body["tensors"]), self._child.config.weights.delta
             tensors = link.end.receive(specs, body["bucket_bytes"], update_s, deltas=deltas, held=held)
             staged = Version(body["lineage"], body["step"]), digest(tensors)
-            report |= {"digest": str(staged[1]), "receive_s": time.monotonic() - began}
+            report |= {"digest": str(staged[1]), "receive_s": time.monotonic() - began, "direct_share": 1.0}
         except Exception as error:  # the orchestrator waits for this report
             report["error"] = f"{type(error).__name__}: {error}"
         if link.left:
