@@ -20,7 +20,13 @@ from trained import steps
 
 # An epsilon beside which gradients are small: without it Adam would not see whether they were clipped.
 BESIDE = replace(PLAIN, dtype="bfloat16", distributed_optimizer=True, clip_grad=0.05, epsilon=1e-2, learning_rate=1e-2)
-OPTIONS = {"beside": BESIDE, "host": replace(BESIDE, optimizer_offload=True)}
+ADAPTERS = replace(BESIDE, lora_rank=4)
+OPTIONS = {
+    "beside": BESIDE,
+    "host": replace(BESIDE, optimizer_offload=True),
+    "adapters_beside": ADAPTERS,
+    "adapters_host": replace(ADAPTERS, optimizer_offload=True),
+}
 
 
 def main(folder: Path) -> None:
@@ -98,24 +104,27 @@ def main(folder: Path) -> None:
         found["last"] = weights(engine)
         fresh = resumed(options, name)
         found |= {"resumed": steps(fresh, 3, 4), "resumed_last": weights(fresh)}
-        if name == "host":
+        if options.optimizer_offload:
             (optimizer,) = (part.optimizer for part in engine.optimizer.chained_optimizers)
             held = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
             moved = [copy.numel() for copy in optimizer.gpu_params_map_cpu_copy.values()]
             found["held"], found["moved"] = np.array(sum(held)), np.array(sum(moved))
             assert optimizer.gpu_optimizer is None
+        if name == "host":
             bare = engine_of(options)
             found["only"] = steps(bare, 1, broken=True)
             save(bare, "only", 1)
             found["only_then"] = steps(bare, 2, 3)
             found["only_resumed"] = steps(resumed(options, "only"), 2, 3)
         report(name, found)
-    pairs = (("host", "beside"), ("beside", "host"))
+    pairs = (("host", "beside"), ("beside", "host"), ("adapters_host", "adapters_beside"), ("adapters_beside", "adapters_host"))
     crossed = {f"{name}_from_{saved}": steps(resumed(OPTIONS[name], saved), 3, 4) for name, saved in pairs}
     parallel_state.destroy_model_parallel()
-    tensor = replace(OPTIONS["host"], tensor_parallel=2)
-    start_groups(tensor, timeout_s=60.0)
-    crossed["host_in_another_split"] = steps(resumed(tensor, "host"), 3, 4)
+    for name in ("host", "adapters_host", "adapters_beside"):
+        tensor = replace(OPTIONS[name], tensor_parallel=2)
+        if not parallel_state.model_parallel_is_initialized():
+            start_groups(tensor, timeout_s=60.0)
+        crossed[f"{name}_in_another_split"] = steps(resumed(tensor, name), 3, 4)
     report("crossed", crossed)
     torch.distributed.barrier()
     stop_groups()

@@ -18,9 +18,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return Results(folder)
 
 
-def test_it_makes_the_steps_of_one_beside_the_parameters(found):
+@pytest.mark.parametrize("adapters", ["", "adapters_"])
+def test_it_makes_the_steps_of_one_beside_the_parameters(found, adapters):
     """To the last bit but one of bfloat16: torch's AdamW rounds its float32 otherwise when it is fused."""
-    host, beside = found[2, "host"], found[2, "beside"]
+    host, beside = found[2, f"{adapters}host"], found[2, f"{adapters}beside"]
     assert host["held"] == host["moved"] > 0
     for name in ("first", "went_on"):
         np.testing.assert_allclose(host[name], beside[name], rtol=2e-3)
@@ -29,16 +30,29 @@ def test_it_makes_the_steps_of_one_beside_the_parameters(found):
     assert np.abs(host["last"] - beside["last"]).mean() < 0.01 * changed.mean()
 
 
-@pytest.mark.parametrize("name", ["host", "beside"])
+def test_of_a_model_with_adapters_it_holds_these_alone(found):
+    assert found[2, "adapters_host"]["held"] < 0.5 * found[2, "host"]["held"]
+
+
+@pytest.mark.parametrize("name", ["host", "beside", "adapters_host", "adapters_beside"])
 def test_it_goes_on_from_a_checkpoint_bit_for_bit(found, name):
     assert np.array_equal(found[2, name]["resumed"], found[2, name]["went_on"])
     assert np.array_equal(found[2, name]["resumed_last"], found[2, name]["last"])
 
 
-def test_a_checkpoint_does_not_depend_on_where_the_state_is_nor_on_the_split(found):
+@pytest.mark.parametrize("adapters", ["", "adapters_"])
+def test_a_checkpoint_does_not_depend_on_where_the_state_is_nor_on_the_split(found, adapters):
     crossed = found[2, "crossed"]
     for name, saved in (("host_from_beside", "beside"), ("beside_from_host", "host"), ("host_in_another_split", "host")):
-        np.testing.assert_allclose(crossed[name], found[2, saved]["went_on"], rtol=1e-2, err_msg=name)
+        if adapters:
+            name = name.replace("_from_", "_from_adapters_")
+        went_on = found[2, adapters + saved]["went_on"]
+        np.testing.assert_allclose(crossed[adapters + name], went_on, rtol=1e-2, err_msg=adapters + name)
+
+
+def test_adapters_beside_a_distributed_optimizer_go_on_in_another_split(found):
+    crossed, went_on = found[2, "crossed"]["adapters_beside_in_another_split"], found[2, "adapters_beside"]["went_on"]
+    np.testing.assert_allclose(crossed, went_on, rtol=1e-2)
 
 
 def test_a_step_without_a_finite_gradient_is_skipped_and_can_be_saved(found):
