@@ -41,7 +41,7 @@ def matrix(spec: TensorSpec, seed: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Fault:
-    """At the `tile`-th tile (from 0) that this rank packs or unpacks."""
+    """At the `tile`-th tile (from 0) that this rank packs, or that has arrived and is about to be digested."""
 
     kind: str  # kill, stop, cut, late; flip, swap: staged elements change before they are digested
     tile: int
@@ -148,12 +148,12 @@ class _Rank:
                 def source(tile: Tile) -> torch.Tensor:
                     return wholes[tile.tensor][tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns]
 
-                report = self._end.send(_faulty(source, fault, self._port), update_s)
+                report = self._end.send(_faulty(source, fault, self._port, 1), update_s)
                 return Result(seconds=time.monotonic() - began, report=report)
             assert isinstance(self._end, LaneReceiver)
             shards = self._route.shards[self._lane]
             staging = Staging(plan, shards)
-            report = self._end.receive(_faulty(staging, fault, self._port), update_s)
+            report = self._end.receive(_faulty(staging, fault, self._port, 2), update_s)
             seconds = time.monotonic() - began
             exact = all(
                 torch.equal(
@@ -171,7 +171,8 @@ class _Rank:
             return Result(words, seconds=time.monotonic() - began)
 
 
-def _faulty(view: lanes.View, fault: Fault | None, store_port: int) -> lanes.View:
+def _faulty(view: lanes.View, fault: Fault | None, store_port: int, asked: int) -> lanes.View:
+    """`asked`: how often for a tile when the fault comes: a worker asks where it goes, and what to digest."""
     if fault is None:
         return view
     seen: dict[Tile, int] = {}
@@ -179,11 +180,12 @@ def _faulty(view: lanes.View, fault: Fault | None, store_port: int) -> lanes.Vie
     def act(tile: Tile) -> torch.Tensor:
         place = view(tile)
         seen[tile] = seen.get(tile, 0) + 1
+        if seen[tile] != asked or list(seen).index(tile) != fault.tile:
+            return place
         if fault.kind in ("flip", "swap"):
-            if seen[tile] == 2 and list(seen).index(tile) == fault.tile:  # it is about to be digested
-                other = place if fault.kind == "flip" else view(list(seen)[fault.tile - 1])
-                _change(place, other)
-        elif seen[tile] == 1 and len(seen) == fault.tile + 1:
+            other = place if fault.kind == "flip" else view(list(seen)[fault.tile - 1])
+            _change(place, other)
+        else:
             _fail(fault, store_port)
         return place
 
