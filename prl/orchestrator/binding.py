@@ -96,8 +96,7 @@ def _devices(devices: tuple[int, ...], threads: int) -> dict[str, str]:
     """Trainer ranks see all training devices of their node and choose by LOCAL_RANK; a sampler sees its own alone."""
     if devices:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
-    # New memory, of each version and of what is computed, costs a third where torch asks for pages of 2 MiB.
-    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads), "THP_MEM_ALLOC_ENABLE": "1"}
+    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
 
 
 def _interface(config: Config, split: Split) -> dict[str, str]:

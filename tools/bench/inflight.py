@@ -255,7 +255,6 @@ def main() -> None:
     weights = weights_of(model)
     options = SampleOptions(dtype="float32", max_model_len=1024, max_num_seqs=32, kv_cache_mib=256)
     transfers = replace(WEIGHTS, bucket_mib=args.bucket_mib, group_s=LIMIT_S, update_s=LIMIT_S)
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # of the sampler, as in a run without GPUs
     processes = [Process(make) for make in (partial(Trainer, weights), Load, Burner, Burner)]
     try:
         with tempfile.TemporaryDirectory() as folder, sampler(Path(folder), options, model, transfers) as lab:

@@ -277,7 +277,6 @@ class Cast:
 
     def __init__(self, setting: Setting) -> None:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # as in a run without GPUs
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["prl.weights.lanes", "prl.weights.transport"])
         self._pipes, self._processes = [], []
