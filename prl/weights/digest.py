@@ -41,24 +41,32 @@ def part(name: str, tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
     flat = _bits(name, tensor.reshape(-1))
     table, sums = _table(tensor.device)
     key = _key(name, tensor.dtype)
+    count = flat.numel()
+    first = min(-offset % BLOCK, count)  # whole blocks begin there
+    blocks = (count - first) // BLOCK
+    last = first + blocks * BLOCK
     result = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    done, count = 0, flat.numel()
-    memory = torch.empty((min(count // BLOCK, _CHUNK_BLOCKS), BLOCK), dtype=torch.int64, device=tensor.device)
-    while done < count:
-        block, within = divmod(offset + done, BLOCK)
-        whole = min((count - done) // BLOCK, _CHUNK_BLOCKS) if within == 0 else 0
-        if whole:
-            run = flat[done : done + whole * BLOCK].view(whole, BLOCK)
-            inner = memory[:whole].copy_(run).mul_(table).sum(1) + sums[BLOCK]
-            result += (inner * _factors(key, torch.arange(block, block + whole, device=tensor.device))).sum()
-            done += whole * BLOCK
-        else:
-            size = min(BLOCK - within, count - done)
-            run = flat[done : done + size]
-            inner = (run * table[within : within + size]).sum() + (sums[within + size] - sums[within])
+    for start, end in ((0, first), (last, count)):
+        if start < end:
+            block, within = divmod(offset + start, BLOCK)
+            until = within + end - start
+            inner = (flat[start:end] * table[within:until]).sum() + (sums[until] - sums[within])
             result += inner * _factor(key, block)
-            done += size
+    if blocks:
+        inner = _block_sums(flat[first:last].view(blocks, BLOCK), table) + sums[BLOCK]
+        begin = (offset + first) // BLOCK
+        result += (inner * _factors(key, torch.arange(begin, begin + blocks, device=tensor.device))).sum()
     return result
+
+
+def _block_sums(bits: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Of each row the sum of coefficient * bits. In few calls: another thread that computes has to wait between them."""
+    sums = torch.empty(len(bits), dtype=torch.int64, device=bits.device)
+    memory = torch.empty((min(len(bits), _CHUNK_BLOCKS), BLOCK), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _CHUNK_BLOCKS):
+        rows = bits[start : start + _CHUNK_BLOCKS]
+        torch.sum(memory[: len(rows)].copy_(rows).mul_(table), 1, out=sums[start : start + len(rows)])
+    return sums
 
 
 def rectangle(name: str, tensor: torch.Tensor, row: int, column: int, all_columns: int) -> torch.Tensor:

@@ -3,16 +3,17 @@
     python tools/bench/inflight.py [--rounds 5] [--window-s 4] [--sequences 8] [--bucket-mib 8]
 
 Two trainer ranks, in a process of their own, send a model of 105 MB (float32) by lanes to a sampler, which is asked for some
-sequences all the time. Each round lasts `--window-s` three times over:
+sequences all the time. Each round lasts `--window-s` four times over:
 
     alone      nothing else
     transfer   one update after another; what counts are the times from the first byte sent to the verified version
     burnt      two processes burn the processor time that the transfers of this round took a second: one that of the trainer's
                process, one that of the sampler's threads which receive
+    copied     the same, but that they copy memory all the time, as a transfer mostly does
 
-`transfer to burnt`: tokens/s, the share that is left where a transfer costs nothing but its processor time. `pause to
-transfer`: the sampler's pause for a version, as it reports it, to the time of the version's transfer. It wants two cores that
-do nothing else, as the sampler's own start does.
+`transfer to burnt`: tokens/s, the share that is left where a transfer costs nothing but its processor time; `transfer to
+copied`: and what that takes of the memory's bandwidth. `pause to transfer`: the sampler's pause for a version, as it reports
+it, to the time of the version's transfer. It wants two cores that do nothing else, as the sampler's own start does.
 """
 
 import argparse
@@ -54,6 +55,7 @@ from prl.weights.shards import sampler_shards
 
 LIMIT_S = 300.0
 RANKS = 2
+COPIED_BYTES, COPY_BYTES = 2**28, 2**20
 LONGEST_TOKENS = 900
 
 
@@ -100,13 +102,20 @@ class Trainer:
 
 
 class Burner:
-    """Takes a share of a core."""
+    """Takes a share of a core, with counting or with copies of memory that no cache holds."""
 
-    def burn(self, share: float, seconds: float) -> None:
-        began, spent_s = time.monotonic(), time.process_time()
+    def __init__(self) -> None:
+        self._memory = torch.zeros(2, COPIED_BYTES // 2, dtype=torch.uint8)
+
+    def burn(self, share: float, seconds: float, copies: bool) -> None:
+        began, spent_s, at = time.monotonic(), time.process_time(), 0
+        one, other = self._memory.view(2, -1, COPY_BYTES)
         while (passed_s := time.monotonic() - began) < seconds:
             if time.process_time() - spent_s > share * passed_s:
                 time.sleep(0.001)
+            elif copies:
+                at = (at + 1) % len(one)
+                one[at].copy_(other[at])
 
 
 class Load:
@@ -269,9 +278,9 @@ def measure(lab: Lab, processes: Sequence[Process], weights: Weights, args: argp
     updates = Updates(lab, trainer, weights, args.bucket_mib * 2**20)
     updates.update()  # the first version, and the first use of everything
     load.do("start", lab.url, lab.token, args.sequences)
-    rates: dict[str, list[float]] = {"alone": [], "transfer": [], "burnt": []}
+    rates: dict[str, list[float]] = {"alone": [], "transfer": [], "burnt": [], "copied": []}
     done: list[Update] = []
-    print(f"{'tokens/s':10}" + "".join(f"{name:>10}" for name in rates) + "   of a core: sender, receiver; burnt", flush=True)
+    print(f"{'tokens/s':10}" + "".join(f"{name:>10}" for name in rates) + "   of a core: sender, receiver; copied", flush=True)
     for number in range(-1, args.rounds):  # the first one is not counted
         began = time.monotonic()
         time.sleep(args.window_s)
@@ -281,12 +290,14 @@ def measure(lab: Lab, processes: Sequence[Process], weights: Weights, args: argp
             found.append(updates.update())
         transfer_s = sum(one.transfer_s for one in found)
         shares = sum(one.sent_s for one in found) / transfer_s, sum(one.received_s for one in found) / transfer_s
-        began = time.monotonic()
-        for burner, share in zip(burners, shares, strict=True):
-            burner.tell("burn", share, max(transfer_s, args.window_s))
-        spent = [burner.answer()[1] for burner in burners]
-        burnt = began, time.monotonic()
-        spans = {"alone": [alone], "transfer": [one.span for one in found], "burnt": [burnt]}
+        spans = {"alone": [alone], "transfer": [one.span for one in found]}
+        for name in ("burnt", "copied"):
+            began = time.monotonic()
+            for burner, share in zip(burners, shares, strict=True):
+                burner.tell("burn", share, max(transfer_s, args.window_s), name == "copied")
+            spent = [burner.answer()[1] for burner in burners]
+            spans[name] = [(began, time.monotonic())]
+            burns = ", ".join(f"{spent_s / (spans[name][0][1] - began):.2f}" for spent_s in spent)
         for name, some in spans.items():
             rate = load.do("tokens", some) / sum(end - begin for begin, end in some)
             if number >= 0:
@@ -294,10 +305,10 @@ def measure(lab: Lab, processes: Sequence[Process], weights: Weights, args: argp
         if number >= 0:
             done += found
             row = "".join(f"{of_rounds[-1]:10.0f}" for of_rounds in rates.values())
-            burns = ", ".join(f"{spent_s / (burnt[1] - burnt[0]):.2f}" for spent_s in spent)
             print(f"{number + 1:<10}{row}   {shares[0]:.2f}, {shares[1]:.2f}; {burns}", flush=True)
-    ratios = [transfer / burnt for transfer, burnt in zip(rates["transfer"], rates["burnt"], strict=True)]
-    print(f"transfer to burnt    {spread(ratios)} of {len(ratios)} rounds")
+    for name in ("burnt", "copied"):
+        ratios = [transfer / other for transfer, other in zip(rates["transfer"], rates[name], strict=True)]
+        print(f"transfer to {name:8} {spread(ratios)} of {len(ratios)} rounds")
     print(f"pause to transfer    {spread([one.pause_s / one.transfer_s for one in done])} of {len(done)} updates")
     print(f"pause                {spread([1e3 * one.pause_s for one in done], 1)} ms")
     size_mb = sum(tensor.nbytes for tensor in weights.values()) / 1e6
