@@ -37,6 +37,7 @@ from prl.config.schema import Config
 from prl.config.tensors import tensor_shapes
 from prl.control.server import ControlServer, Member
 from prl.control.token import authorization, create_token
+from prl.domains.options import DomainOptions
 from prl.flow.versions import Version
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.weights import MODULUS, StoredFile, StoredVersion, new_folder, publish_version
@@ -442,7 +443,7 @@ def run_folder(folder: Path, options: SampleOptions, model: PreTrainedModel, wei
     run = RunFolder(folder / "run")
     run.create()
     save(model, run.model)
-    run.config.write_text(dump(Config(sample=options, weights=weights, train=TRAIN)))
+    run.config.write_text(dump(Config(sample=options, weights=weights, train=TRAIN, domains=(DomainOptions(name="digits"),))))
     return run
 
 

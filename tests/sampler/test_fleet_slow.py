@@ -44,8 +44,8 @@ def test_differences_serve_as_whole_versions_do(tmp_path):
             assert report.bytes < 0.05 * whole
             check(samplers, step, 0, 1)
 
-        report = samplers.send(3, weights[3], tell=False)  # the update lasts
-        assert samplers.publish(4, weights[4], newer_comes=True) is None  # passed over
+        report = samplers.send(3, weights[3])  # the update lasts
+        assert samplers.publish(4, weights[4]) is None  # passed over
         samplers.tell_sent(3, report)
         report = samplers.publish(5, weights[5])
         assert report.changed_share == pytest.approx(2 / 50, rel=0.1)  # to version 3
