@@ -70,10 +70,12 @@ class Actor:
                 watching = tasks.create_task(self._watch_loop(), name="watch the event loop")
                 hearing = tasks.create_task(self._hear_what_is_wanted(), name="hear what is wanted")
                 learning = tasks.create_task(self._learn_of_samplers(), name="learn of samplers")
+                finding = tasks.create_task(self._learn_of_verifier(), name="learn of the verifier")
                 leasing = tasks.create_task(self._lease_groups(tasks), name="lease")
                 await parts.control.stopping.wait()
                 hearing.cancel()
                 learning.cancel()
+                finding.cancel()
                 leasing.cancel()
                 for task in self._in_flight:
                     task.cancel()
@@ -99,7 +101,6 @@ class Actor:
                 deadline_s=self._call_s,
                 reason="leasing groups to sample",
             )
-            parts.verifier.set_url(answer["verifier"])
             if answer["leases"] and not self._began:
                 self._began = True
                 parts.metrics.write({}, kind=PHASE, labels={"name": FIRST_ROLLOUT_REQUEST})
@@ -119,6 +120,16 @@ class Actor:
             )
             known = answer["samplers"]
             self._parts.samplers.set_replicas({int(replica): str(url) for replica, url in answer["samplers"]})
+
+    async def _learn_of_verifier(self) -> None:
+        """Keeps to the verifier that listens: all groups may wait for one that was started again elsewhere."""
+        url: str | None = None
+        while True:
+            answer = await self._parts.control.call(
+                "verifier", {"known": url}, deadline_s=_NEWS_S, reason="where the verifier listens"
+            )
+            url = answer["url"]
+            self._parts.verifier.set_url(url)
 
     async def _hear_what_is_wanted(self) -> None:
         """Tells the publisher when a step begins or ceases to wait for groups, whatever else the actor does. Who has finished

@@ -101,6 +101,10 @@ def follow(
                     words = f"samplers: {console.printable(event.labels.get('event', ''))}"
                     stream.write(f"\r{words}\x1b[K\n" if overwrite else f"{words}\n")
                     last = ""
+                if event.kind == names.PROCESSES:
+                    words = f"processes: {console.printable(event.labels.get('event', ''))}"
+                    stream.write(f"\r{words}\x1b[K\n" if overwrite else f"{words}\n")
+                    last = ""
                 if event.role in LEADERS and event.index == 0:
                     heard = clock()
         silent_s = 0.0 if heard is None else clock() - heard

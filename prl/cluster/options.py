@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from prl.config.bounds import Above, AtLeast, Below
+from prl.config.bounds import Above, AtLeast, AtMost, Below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,19 @@ class ClusterOptions:
         float | None, "memory asked of Slurm a node, in GiB; null: the partition's default", Above(0)
     ] = None
     time_min: Annotated[int, "time limit of the job, in minutes", AtLeast(1), Below(10**7)] = 60
+    warning_s: Annotated[
+        int,
+        "seconds before the time limit at which Slurm warns the run, which then saves after the step in hand and ends; more "
+        "where steps and saves of earlier attempts took longer",
+        AtLeast(1),
+        AtMost(65535),
+    ] = 120
+    requeue: Annotated[
+        bool, "have Slurm put the job into the queue again after a time limit, a preemption or the loss of a node"
+    ] = False
+    fruitless_attempts: Annotated[
+        int, "so many attempts in a row that train no step are not followed by another one", AtLeast(1)
+    ] = 2
     partition: Annotated[str | None, "Slurm partition"] = None
     account: Annotated[str | None, "Slurm account"] = None
     qos: Annotated[str | None, "Slurm quality of service"] = None

@@ -12,7 +12,9 @@ from prl.config.schema import Config
 from prl.runfolder.paths import RunFolder
 
 # What the templates and the split decide themselves.
-_OWN_OPTIONS = ("nodes", "ntasks", "ntasks-per-node", "array", "output", "error", "open-mode", "job-name", "wrap", "parsable")
+_OWN_OPTIONS = (
+    "nodes", "ntasks", "ntasks-per-node", "array", "output", "error", "open-mode", "job-name", "wrap", "parsable"
+)  # fmt: skip
 _NAMED_OPTIONS = {
     "time": "cluster.time_min",
     "partition": "cluster.partition",
@@ -21,6 +23,9 @@ _NAMED_OPTIONS = {
     "cpus-per-task": "cluster.cpus_per_node",
     "mem": "cluster.memory_per_node_gib",
     "gpus-per-node": "cluster.gpus_per_node",
+    "signal": "cluster.warning_s",
+    "requeue": "cluster.requeue",
+    "no-requeue": "cluster.requeue",
 }
 
 
@@ -54,9 +59,10 @@ def submitit_folder(run: RunFolder, attempt: int) -> Path:
     return run.attempt(attempt) / "submitit"
 
 
-def render(config: Config, split: Split, environment: Mapping[str, str], command: str, batch_log: Path) -> str:
+def render(config: Config, split: Split, environment: Mapping[str, str], command: str, batch_log: Path, lead_s: int) -> str:
     """The script of a het or plain job. `command` is a shell command that every node runs once; `batch_log` is where the
-    batch script itself writes (Slurm makes no folders). Raises ConfigError for sbatch options that prl sets itself."""
+    batch script itself writes (Slurm makes no folders); `lead_s` how long before its time limit the job is warned. Raises
+    ConfigError for sbatch options that prl sets itself."""
     options = [_options(config, component) for component in split.components]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items() if name != "PYTHONPATH"]
     exports.append(f'export PYTHONPATH={shlex.quote(environment["PYTHONPATH"])}"${{PYTHONPATH:+:$PYTHONPATH}}"')
@@ -64,6 +70,8 @@ def render(config: Config, split: Split, environment: Mapping[str, str], command
     values = {
         "name": shlex.quote(config.run.name),
         "batch_log": shlex.quote(str(batch_log)),
+        "lead_s": str(lead_s),
+        "requeue": "requeue" if config.cluster.requeue else "no-requeue",
         "setup": "\n".join(config.cluster.setup),
         "exports": "\n".join(exports),
         "command": command,

@@ -2,13 +2,17 @@
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from datetime import datetime
+from typing import Literal, NamedTuple
 
 from prl.cluster.executors import GOING_ON, fold_states
 from prl.cluster.run import Output, ProgramError, Runner, run
 from prl.cluster.split import Split
 from prl.config.schema import Config
 
+LIMIT_S = 60.0  # Slurm keeps time limits by the minute
+_FIELD = re.compile(r"(\w+)=(\S*)")
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")  # else None, Unknown or N/A
 _GPUS = re.compile(r"(?:^|,)gpu:(?:(?:[^:,()]+|\(null\)):)?(\d+)")  # in "gpu:h100:4(S:0-1),nic:2"
 
 
@@ -90,6 +94,31 @@ def job_state(job_id: str, runner: Runner = run) -> str | None:
         raise ProgramError(f"sacct: {account.err.strip() or account.out.strip()}")
     states = [line for line in account.out.splitlines() if line.strip()]
     return fold_states(states) if states else None
+
+
+def why_terminated(job_id: str, now: float, runner: Runner = run) -> Literal["preempted", "time limit", "cancelled"]:
+    """Why Slurm sends the job SIGTERM at `now` (seconds since the epoch). Raises ProgramError where it does not answer."""
+    found = _FIELD.findall(runner(["scontrol", "-o", "show", "job", job_id], timeout_s=10.0).out)  # of all components
+    states = {value for name, value in found if name == "JobState"}
+    if "PREEMPTED" in states or any(name == "PreemptTime" and _TIME.fullmatch(value) for name, value in found):
+        return "preempted"
+    if "TIMEOUT" in states:
+        return "time limit"
+    # Of a job that is cancelled EndTime is now; of one that still runs it is the limit.
+    limits = [_seconds(value) for name, value in found if name == "EndTime" and _TIME.fullmatch(value)]
+    over = states == {"RUNNING"} and any(now >= limit - LIMIT_S for limit in limits)
+    return "time limit" if over else "cancelled"
+
+
+def requeue(job_id: str, runner: Runner = run) -> None:
+    """Put a running job (of a heterogeneous one the whole, by its first component's id) into the queue again, which ends it
+    here. Raises ProgramError."""
+    runner(["scontrol", "requeue", job_id], timeout_s=30.0)
+
+
+def _seconds(time: str) -> float:
+    """Of a time as scontrol prints it, in this node's zone."""
+    return datetime.fromisoformat(time).timestamp()
 
 
 def ended(state: str | None) -> bool:

@@ -23,6 +23,7 @@ from prl.cluster.run import ProgramError, run
 from prl.cluster.script import render, submitit_folder, task_command, task_environment, template_folder
 from prl.cluster.slurm import ended, job_state
 from prl.cluster.split import Kind, Split
+from prl.cluster.warning import measured_lead_s
 from prl.config.load import ConfigError, dump
 from prl.config.plain_files import read_plain
 from prl.config.schema import Config
@@ -206,14 +207,16 @@ def _fill_attempt(config: Config, folder: RunFolder, attempt: int) -> None:
     text = dump(config).encode()
     publish(folder.config, text)
     publish(folder.attempt_config(attempt), text)
-    folder.stop.unlink(missing_ok=True)  # meant for an attempt before this one
+    for request in (folder.stop, folder.save):
+        request.unlink(missing_ok=True)  # meant for an attempt before this one
     _point_latest(folder, Path(folder.attempt(attempt).name))
 
 
 def script_for(config: Config, split: Split, folder: RunFolder, attempt: int) -> str:
-    """The batch script of an attempt under Slurm. Touches no disk but the templates."""
+    """The batch script of an attempt under Slurm. Writes nothing."""
     environment = task_environment(folder, attempt)
-    return render(config, split, environment, task_command(submitit_folder(folder, attempt)), folder.batch_log(attempt))
+    command, lead_s = task_command(submitit_folder(folder, attempt)), measured_lead_s(config.cluster, folder)
+    return render(config, split, environment, command, folder.batch_log(attempt), lead_s)
 
 
 def submit(
@@ -255,6 +258,16 @@ def submit(
             raise SubmissionError(f"the job was not accepted: {error}") from error
         raise
     return Submission(folder, attempt, split.kind, job, submitted)
+
+
+def begin_requeued(folder: RunFolder, attempt: int, restarts: int) -> None:
+    """A job that Slurm has put into the queue again, for the `restarts`-th time, begins this attempt by itself: write what a
+    submission writes of one."""
+    own, first = folder.attempt(attempt), folder.attempt(attempt - restarts)
+    own.mkdir(exist_ok=True)
+    for name in ("config.yaml", "submission.json"):
+        publish(own / name, read_plain(first / name))
+    _point_latest(folder, Path(own.name))
 
 
 def check_not_running(folder: RunFolder, *, host_is_gone: bool = False) -> None:

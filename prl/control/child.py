@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -36,6 +37,7 @@ class Child:
     port: int | None  # port to serve on, for roles that serve
     token: str
     control_url: str
+    start: int = 0  # how often it was started before in this attempt
 
 
 def child_from_environment() -> Child:
@@ -52,6 +54,7 @@ def child_from_environment() -> Child:
             port=None if port is None else int(port),
             token=read_token(run.token),
             control_url=os.environ["PRL_CONTROL_URL"],
+            start=int(os.environ.get("PRL_START", "0")),
         )
     except KeyError as error:
         raise SystemExit(f"{error.args[0]} is not set: this program is started by prl's node agent (see prl-submit)") from None
@@ -60,6 +63,7 @@ def child_from_environment() -> Child:
 def run_child(main: Callable[[Child, ControlClient], Awaitable[None]]) -> NoReturn:
     """Run an asynchronous role to its end. Its exception goes to the orchestrator as the cause and ends the process with 1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's: it ends the children in order
+    dump_stacks_when_asked()
     end_with_parent()
     child = child_from_environment()
     leave_what_is_loaded()
@@ -67,7 +71,13 @@ def run_child(main: Callable[[Child, ControlClient], Awaitable[None]]) -> NoRetu
     async def guarded() -> int:
         control = child.config.control
         client = ControlClient(
-            child.control_url, child.token, child.role, child.index, control, on_lost=end_surely(control.stop_s)
+            child.control_url,
+            child.token,
+            child.role,
+            child.index,
+            control,
+            start=child.start,
+            on_lost=end_surely(control.stop_s),
         )
         async with client:
             try:
@@ -84,15 +94,24 @@ def run_child(main: Callable[[Child, ControlClient], Awaitable[None]]) -> NoRetu
 
 
 def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoReturn:
-    """The same for a synchronous role."""
+    """The same for a synchronous role, whose work is saved at a step's end: the batch system's SIGTERM, which may reach all
+    processes of a job, leaves it the time for that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dump_stacks_when_asked()
+    end_with_parent(number=signal.SIGKILL)
     child = child_from_environment()
     leave_what_is_loaded()
     code = 0
     control = child.config.control
     with ThreadedClient(
-        child.control_url, child.token, child.role, child.index, control, on_lost=end_surely(control.stop_s)
+        child.control_url,
+        child.token,
+        child.role,
+        child.index,
+        control,
+        start=child.start,
+        on_lost=end_surely(control.stop_s),
     ) as client:
         try:
             main(child, client)
@@ -106,6 +125,12 @@ def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoRetur
                 say(f"could not report the failure: {unreachable}")
             say(traceback.format_exc())
     sys.exit(code)
+
+
+def dump_stacks_when_asked() -> None:
+    """At SIGUSR2 this process writes the stacks of all its threads to its log, whatever it is at. Until it has called this, and
+    in what it starts, the signal is ignored, or nobody's."""
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 
 def end_surely(grace_s: float) -> Callable[[ControlError], None]:

@@ -31,12 +31,15 @@ class ControlClient:
         index: int,
         options: ControlOptions,
         *,
+        start: int = 0,
         on_lost: Callable[[ControlError], None] = lambda error: None,
     ) -> None:
-        """`on_lost` is told once why the orchestrator counts as gone; `stopping` is set then, too."""
+        """`start`: how often this process was started before. `on_lost` is told once why the orchestrator counts as gone;
+        `stopping` is set then, too."""
         self.url = url
         self.role = role
         self.index = index
+        self._who = {"role": role, "index": index, "start": start}
         self.stopping = asyncio.Event()
         self.grace_s = options.stop_s  # what is left to end by oneself once stopping is set
         self.lost: ControlError | None = None  # why the orchestrator counts as gone
@@ -102,7 +105,7 @@ class ControlClient:
         self, session: aiohttp.ClientSession, name: str, body: Mapping[str, Any], limit_s: float, reason: str
     ) -> dict[str, Any]:
         """One try. Raises one of _NO_ANSWER, or ControlError where the call was refused."""
-        full = {"role": self.role, "index": self.index, **body}
+        full = {**self._who, **body}
         no_limit = aiohttp.ClientTimeout(total=None)  # but the one that can be shortened
         async with asyncio.timeout(limit_s) as limit:
             self._open.add(limit)

@@ -31,6 +31,7 @@ class Member:
 
     role: str
     index: int
+    start: int = 0  # how often its process was started before
     pid: int = 0
     host: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class Member:
     progress: int = 0
     doing: str = "starting"
     seen_s: float = 0.0  # clock of the server
+    gone: bool = False  # the process has ended: what it still waits for is of no use to anyone
 
     calls: "OrderedDict[str, asyncio.Task[web.Response]]" = field(default_factory=OrderedDict)  # the latest, by number
 
@@ -86,6 +88,14 @@ class ControlServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
+    def forget(self, role: str, index: int, start: int) -> None:
+        """This start of a process has ended. Calls of it that are on their way still are refused."""
+        before = self.members.get((role, index))
+        if before is not None and before.start <= start:
+            before.gone = True
+        if before is None or before.start <= start:
+            self.members[role, index] = Member(role, index, start + 1)
+
     def silent(self, after_s: float) -> list[Member]:
         """Members that joined and were not heard of for so many seconds."""
         now = self._clock()
@@ -108,10 +118,14 @@ class ControlServer:
             return web.Response(status=404, text=f"no call /{name}; there are: {', '.join(sorted(self._handlers))}")
         try:
             body = await request.json()
-            role, index = str(body["role"]), int(body["index"])
+            role, index, start = str(body["role"]), int(body["index"]), int(body.get("start", 0))
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
             return web.Response(status=400, text=f"/{name}: expected a JSON object with role and index: {error!r}")
-        member = self.members.setdefault((role, index), Member(role, index))
+        member = self.members.get((role, index))
+        if member is None or start > member.start:
+            member = self.members[role, index] = Member(role, index, start)
+        elif start < member.start:
+            return web.Response(status=410, text=f"/{name}: start {start} of {member.name} has ended")
         member.seen_s = self._clock()
         number = str(body.get("call") or uuid.uuid4().hex)
         if number not in member.calls:  # else the answer to an earlier try was lost: it is given again

@@ -24,11 +24,12 @@ class ThreadedClient:
         index: int,
         options: ControlOptions,
         *,
+        start: int = 0,
         on_lost: Callable[[ControlError], None] = lambda error: None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
-        self._make = partial(ControlClient, url, token, role, index, options, on_lost=on_lost)
+        self._make = partial(ControlClient, url, token, role, index, options, start=start, on_lost=on_lost)
 
     def __enter__(self) -> "ThreadedClient":
         self._thread.start()

@@ -46,6 +46,7 @@ smallest number whose result is still to come: under `order: dispatch` groups be
 their failure. A group that is issued again is sampled as a whole.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -129,6 +130,16 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Training groups handed out without an end."""
         return len(self._flights)
+
+    @property
+    def held(self) -> dict[int, int]:
+        """Training groups that are handed out and have not come back, by actor."""
+        return dict(Counter(f.actor for _, f in self._flights.having("leased") if f.actor is not None))
+
+    @property
+    def received(self) -> int:
+        """Training groups whose result has come and that have not ended."""
+        return self._flights.count("received")
 
     @property
     def awaited_from(self) -> int:

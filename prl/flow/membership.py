@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from prl.flow.restarts import RestartRule, Starts
+
 # starting    its first process has not joined yet
 # joined      in the group, but without valid weights: the next version that it commits admits it, or the present one,
 #             which a serving replica may give it
@@ -14,7 +16,6 @@ from typing import Literal
 # restarting  its process has ended; another one was granted
 # lost        its process has ended, and no other one is granted
 State = Literal["starting", "joined", "serving", "fenced", "restarting", "lost"]
-DOUBLINGS = 6
 IN_GROUP: frozenset[State] = frozenset({"joined", "serving"})
 
 # Why a replica left the group, or stopped serving: its process ended, said that it failed, fell silent, could not be reached,
@@ -38,11 +39,10 @@ class MembershipSettings:
 
 @dataclass
 class _Replica:
+    starts: Starts
     state: State = "starting"
-    restarts: int = 0
     mismatches: int = 0  # in a row
     seedable: bool = True  # while joined: others have not failed to give it their weights
-    due_s: float = 0.0  # time at which a granted process is to be there
 
 
 class Membership:
@@ -54,7 +54,8 @@ class Membership:
         self.by_files = False  # the group broke so often that the next versions go through files
         self.last = ""  # the newest trouble, in words
         self._settings = settings
-        self._replicas = [_Replica() for _ in range(settings.replicas)]
+        rule = RestartRule(settings.restarts, settings.pause_s, settings.start_s)
+        self._replicas = [_Replica(Starts(rule)) for _ in range(settings.replicas)]
         self._broken = 0  # groups in a row that broke without anyone to blame
         self._empty_since_s: float | None = None  # time since when nobody is in the group that was there before
 
@@ -81,7 +82,7 @@ class Membership:
     @property
     def to_end(self) -> tuple[tuple[int, int], ...]:
         """Replica and number of the start (0, 1, ...) of processes that have to end."""
-        return tuple((i, self._replicas[i].restarts) for i in self._in("fenced"))
+        return tuple((i, self._replicas[i].starts.again) for i in self._in("fenced"))
 
     def state(self, replica: int) -> State:
         return self._replicas[replica].state
@@ -149,15 +150,11 @@ class Membership:
             raise MembershipError(f"sampler {replica} has no process that could end: {words}")
         if one.state != "fenced":
             self._note("died", words)
-        if one.state == "starting" or one.restarts >= self._settings.restarts:
-            self._leave(one, "lost", now_s)
-            return None
-        self._leave(one, "restarting", now_s)
-        pause_s = self._settings.pause_s * (1 << min(one.restarts, DOUBLINGS))
-        one.restarts += 1
-        one.mismatches = 0
-        one.due_s = now_s + pause_s + self._settings.start_s
-        self.restarts += 1
+        pause_s = None if one.state == "starting" else one.starts.grant(now_s)
+        self._leave(one, "lost" if pause_s is None else "restarting", now_s)
+        if pause_s is not None:
+            one.mismatches = 0
+            self.restarts += 1
         return pause_s
 
     def broke(self, words: str) -> bool:
@@ -172,7 +169,7 @@ class Membership:
 
     def late(self, now_s: float) -> tuple[int, ...]:
         """The replicas whose restarted process has not joined in time."""
-        return tuple(i for i in self._in("restarting") if now_s > self._replicas[i].due_s)
+        return tuple(i for i in self._in("restarting") if now_s > self._replicas[i].starts.due_s)
 
     def over(self, now_s: float) -> str | None:
         """Why the run cannot go on, if so: nobody is left, or nobody has come back in time."""

@@ -83,6 +83,8 @@ samplers/ (the orchestrator)
     seeded                     replicas that came (back) and got their weights from another one, so far
     epoch                      groups for the weights that were needed so far
     fenced_<why>               replicas that stopped serving, so far: died, failed, silent, unreachable, late, refused, mismatch
+processes/ (the orchestrator)
+    restarts                   actors, verifiers and preprocessors that were started again, so far
 checkpoint/ (the orchestrator)
     bytes, write_s             of its files; from the end of its step to the files durable
     failures, retired          saves of this attempt that failed; old checkpoints that it deleted, both so far
@@ -103,6 +105,7 @@ EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"
 SAVE_FAILED = "save_failed"
 SAMPLERS = "samplers"
+PROCESSES = "processes"
 PHASE = "phase"
 USAGE = "usage"
 
@@ -150,6 +153,8 @@ RESTARTS = "samplers/restarts"
 SEEDED = "samplers/seeded"
 EPOCH = "samplers/epoch"
 FENCED_PREFIX = "samplers/fenced_"  # and a reason
+
+PROCESS_RESTARTS = "processes/restarts"
 
 EVAL_REWARD_MEAN = "eval/reward_mean"
 EVAL_PROBLEMS = "eval/problems"

@@ -15,7 +15,10 @@ import psutil
 
 from prl.cluster.allocation import Allocation, read_allocation
 from prl.cluster.executors import SUBMITTER
+from prl.cluster.run import ProgramError
+from prl.cluster.slurm import requeue, why_terminated
 from prl.cluster.split import make_split
+from prl.cluster.submission import begin_requeued
 from prl.config.load import load
 from prl.config.plain_files import read_plain
 from prl.config.schema import Config
@@ -24,6 +27,7 @@ from prl.control.garbage import leave_what_is_loaded
 from prl.control.parent import end_with_parent
 from prl.control.ports import free_port
 from prl.control.token import read_token
+from prl.flow.ending import Means
 from prl.orchestrator.binding import bind
 from prl.orchestrator.main import Orchestrator
 from prl.orchestrator.node import run_agent
@@ -39,24 +43,37 @@ POLL_S = 0.2  # how often other nodes look for rank 0's address on the shared fi
 def run_node(run_folder: str, attempt: int) -> None:
     """Live through an attempt of a run on this node. Rank 0 raises RunFailed with the cause when the run failed, so
     that the job counts as failed; other nodes end quietly, so that they do not end rank 0's task before it has written it."""
-    # The batch system warns with these; a child with the default disposition would die of them. Ignoring is inherited.
+    # The batch system warns with these; nobody but rank 0, once it leads, wants to hear it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTERM):  # until the orchestrator takes them over
         signal.signal(number, _cancel)
     run = RunFolder(run_folder)
     allocation = read_allocation()
+    attempt += allocation.restarts
     if allocation.job_id is None:
         end_with_parent()  # under Slurm that is Slurm's business
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     if allocation.first:
         outcome = _lead(run, attempt, allocation)
+        if outcome.next == "requeue" and allocation.job_id is not None:
+            _requeue(allocation.job_id)
         say(f"{outcome.detail}{outcome.log_end}\nprl: {outcome.outcome}: {outcome.cause}".lstrip())
         if outcome.outcome != DONE:
             raise RunFailed(outcome.cause)
     else:
         config = load(run.config)
+        if allocation.job_id is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets it, too, and decides
         asyncio.run(_follow(run, attempt, allocation, config))
+
+
+def _requeue(job_id: str) -> None:
+    """Slurm then ends what is left of this job here. Where it refuses, the run stays as it is, for a person to go on with."""
+    try:
+        requeue(job_id)
+    except ProgramError as error:
+        say(f"prl: the job is not put into the queue again: {error}")
 
 
 class CancelledEarly(Exception):
@@ -81,19 +98,23 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
     try:
         if allocation.job_id is None:
             _check_submitter()
+        if allocation.restarts:
+            begin_requeued(run, attempt, allocation.restarts)
         reserve(run.exit(attempt))
         return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config)))
     except CancelledEarly as error:
         code, now = EXIT_CODES[CANCELLED], time.time()
-        outcome = Outcome(CANCELLED, str(error), None, code, steps=0, started=started, ended=now)
+        outcome = Outcome(CANCELLED, str(error), "cancelled", "stop", code=code, steps=0, started=started, ended=now)
         outcome.write(run.exit(attempt))
         return outcome
     except Exception as error:
         outcome = Outcome(
             FAILED,
             f"orchestrator: {in_words(error, run.path)}",
-            "orchestrator",
-            EXIT_CODES[FAILED],
+            "error",
+            "stop",
+            role="orchestrator",
+            code=EXIT_CODES[FAILED],
             detail=traceback.format_exc(),
             steps=0,
             started=started,
@@ -116,7 +137,10 @@ async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, con
     token = read_token(run.token)
     leave_what_is_loaded()
     with _own_redis(run, attempt, allocation.host.address, config, token):
-        return await _lead_through(run, attempt, allocation, config, Orchestrator(run, config, plan, start, token), token)
+        cluster = config.cluster
+        means = Means(allocation.job_id is not None and cluster.requeue, 0, cluster.fruitless_attempts)
+        orchestrator = Orchestrator(run, config, plan, start, token, means)
+        return await _lead_through(run, attempt, allocation, config, orchestrator, token)
 
 
 def _own_redis(run: RunFolder, attempt: int, host: str, config: Config, token: str) -> AbstractContextManager[object]:
@@ -133,8 +157,15 @@ async def _lead_through(
     run: RunFolder, attempt: int, allocation: Allocation, config: Config, orchestrator: Orchestrator, token: str
 ) -> Outcome:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, orchestrator.cancel, f"cancelled by {number.name}")
+    loop.add_signal_handler(signal.SIGINT, orchestrator.cancel, "cancelled by SIGINT")
+    loop.add_signal_handler(signal.SIGUSR1, orchestrator.leave, "warned by SIGUSR1: the time limit is near", "time limit")
+    if allocation.job_id is None:
+        loop.add_signal_handler(signal.SIGTERM, orchestrator.cancel, "cancelled by SIGTERM")
+    else:
+        terminated = asyncio.Event()
+        loop.add_signal_handler(signal.SIGTERM, terminated.set)
+        asking = asyncio.create_task(_ask_why(terminated, orchestrator, allocation.job_id), name="why Slurm ends the job")
+        orchestrator.watch(asking)
     url = await orchestrator.serve(allocation.host.address)
     publish_json(run.orchestrator_url(attempt), {"url": url})
     agent = asyncio.create_task(
@@ -144,6 +175,21 @@ async def _lead_through(
     outcome = await orchestrator.lead()
     await asyncio.wait([agent], timeout=config.control.stop_s)
     return outcome
+
+
+async def _ask_why(terminated: asyncio.Event, orchestrator: Orchestrator, job_id: str) -> None:
+    """Once Slurm has sent SIGTERM: what it does to a job that is cancelled, preempted or over its time."""
+    await terminated.wait()
+    orchestrator.expect_deaths()  # of all that it sends SIGTERM to beside this process
+    try:
+        why = await asyncio.to_thread(why_terminated, job_id, time.time())
+    except ProgramError as error:
+        orchestrator.cancel(f"cancelled by SIGTERM, and Slurm does not say why: {error}")
+        return
+    if why == "cancelled":
+        orchestrator.cancel("cancelled by SIGTERM")
+    else:
+        orchestrator.leave(f"Slurm ends the job with SIGTERM: {why}", why)
 
 
 async def _follow(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> None:

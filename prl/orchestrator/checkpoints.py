@@ -53,6 +53,7 @@ class Checkpoints:
         self._now = now
         self._settled = settled
         self._moments: dict[int, Moment] = {}  # of the steps whose files are being written
+        self._asked = False  # somebody wants the next step to be saved
         self._failures = 0  # saves that came to nothing, and
         self._retired = 0  # checkpoints that were deleted, so far
         self._reclaimer = Reclaimer(run, config.run.name, attempt, in_files=config.streams.backend == "folder")
@@ -64,10 +65,15 @@ class Checkpoints:
     def handlers(self) -> dict[str, Handler]:
         return {"checkpoint": self._written, "checkpoint_failed": self._failed}
 
+    def ask(self) -> None:
+        """Save the next step that is trained, whichever it is."""
+        self._asked = True
+
     def due(self, step: int) -> bool:
         """Whether the step that has just been trained is to be saved. If so, this is the moment that the checkpoint is of."""
         every = self._options.checkpoint_every_steps
-        if not every or step % every:
+        asked, self._asked = self._asked, False
+        if not asked and (not every or step % every):
             return False
         self._moments[step] = self._now()
         return True

@@ -47,8 +47,16 @@ async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Pat
             stderr=output,
             env={**os.environ, **environment, **plan.environment},
             start_new_session=True,
+            preexec_fn=_ignore_warnings,
         )
     return RunningChild(plan, process, log, start)
+
+
+def _ignore_warnings() -> None:
+    """The batch system warns with these all processes of a job; one that does not expect them would die. Ignoring is inherited
+    by all that the child starts, catching (as its parent may do) is not."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def kill_child(child: RunningChild) -> None:
@@ -56,11 +64,19 @@ def kill_child(child: RunningChild) -> None:
     _signal_group(child, signal.SIGKILL)
 
 
+def dump_stacks(child: RunningChild) -> None:
+    """Have its process, if it lives, write the stacks of its threads into its log (prl.control.child)."""
+    if child.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.process.pid, signal.SIGUSR2)
+
+
 async def end_child(child: RunningChild, grace_s: float) -> None:
-    """SIGTERM to its process group, SIGKILL after the grace."""
-    _signal_group(child, signal.SIGTERM)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(child.process.wait(), grace_s)
+    """SIGTERM to its process group, SIGKILL after the grace; at once to a trainer rank, which ignores SIGTERM."""
+    if child.plan.role != "trainer":
+        _signal_group(child, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(child.process.wait(), grace_s)
     _signal_group(child, signal.SIGKILL)  # also what the child left behind in its group
     await child.process.wait()
 

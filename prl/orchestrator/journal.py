@@ -39,6 +39,12 @@ class Journal:
         }
         self._metrics.write(values, kind=names.SAMPLERS, labels={"event": words.partition("\n")[0]})
 
+    def restarted(self, restarts: int, words: str) -> None:
+        """What happened to an actor, a verifier or a preprocessor."""
+        self._metrics.write(
+            {names.PROCESS_RESTARTS: float(restarts)}, kind=names.PROCESSES, labels={"event": words.partition("\n")[0]}
+        )
+
     def trained(self, step: int, train: Mapping[str, float], data: Mapping[str, float], latest: Committed | None) -> None:
         """A step's line: the trainer's values, the preprocessor's under data/, those of the last version that was committed."""
         weights = {} if latest is None else latest.values

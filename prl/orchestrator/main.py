@@ -1,8 +1,9 @@
 """The orchestrator: one attempt of a run from the first join to the last exit, in rank 0's process."""
 
 import asyncio
+import faulthandler
 import logging
-import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -11,21 +12,25 @@ from typing import Any
 
 from prl.config.schema import Config
 from prl.control.server import Answer, Bell, ControlServer, Handler, Member
+from prl.flow.ending import GOES_ON, NO_MEANS, Decision, Means, Reason, decide
+from prl.flow.stall import Queues, waited_for
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.journal import Journal
 from prl.orchestrator.outcome import CANCEL, ENDED, REPORTED, Cause, conclude
 from prl.orchestrator.processes import ProcessDesk
+from prl.orchestrator.requests import watch_requests
 from prl.orchestrator.resume import Start, checked_start, publish_plan
 from prl.orchestrator.rollouts import LedgerDesk
 from prl.orchestrator.samplers import Samplers
 from prl.orchestrator.updates import Committed, UpdateError
 from prl.orchestrator.work import Work
-from prl.runfolder.outcome import Outcome
+from prl.runfolder.outcome import Outcome, steps_before
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 
 GATHER_CAUSES_S = 1.0  # one death causes others; wait this long before choosing the cause
+STACKS_S = 2.0  # that processes have to write their stacks down
 FAILED_GRACE_S = 0.5  # children of a failed run get this long before SIGTERM
 
 log = logging.getLogger(__name__)
@@ -35,16 +40,19 @@ class Orchestrator:
     """Owns the control server, the dispatcher and the ledger, and leads the run through its phases:
     starting, seeding (the first version reaches all samplers), running, finishing, ended."""
 
-    def __init__(self, run: RunFolder, config: Config, plan: Plan, start: Start, token: str) -> None:
+    def __init__(self, run: RunFolder, config: Config, plan: Plan, start: Start, token: str, means: Means = NO_MEANS) -> None:
+        """`means`: by what the run may go on after this attempt."""
         self._run = run
         self._config = config
         self._plan = plan
+        self._means = means
         self._started = time.time()
         self._bell = Bell()
         self._causes = Causes(self._bell)
         self._ledger = LedgerWriter(run.ledger(plan.attempt))
         self._ledger_desk = LedgerDesk(self._ledger.append)
         self._journal = Journal(run, plan.attempt, config.metrics)
+        self._leaving = False  # nothing that is not needed for a checkpoint is started again or waited for
         self._check_given_up = threading.Event()
         self._checked = asyncio.Event()  # the checkpoint is whole: what comes of it may be used
         if start.resume.checkpoint is None:
@@ -78,8 +86,11 @@ class Orchestrator:
             self._causes,
             self._bell,
             config.control,
+            on_restarts=self._journal.restarted,
+            actor_joined=self._set_problems,
+            actor_lost=lambda actor: self._work.rollouts.lost(actor),
             done_with=self._is_done_with,
-            exported=lambda: self._work.steps.exported,
+            finished=lambda: self._work.steps.finished,
         )
         self._server.add(self._processes.handlers())
 
@@ -96,7 +107,23 @@ class Orchestrator:
 
     def cancel(self, words: str) -> None:
         """Somebody wants the run to end now."""
-        self._causes.add(Cause(words, None, CANCEL))
+        self._end_now(words, "cancelled")
+
+    def leave(self, words: str, reason: Reason) -> None:
+        """The nodes are to be taken away: save after the step in hand, and end. Before any step there is nothing to save."""
+        log.warning("%s: %s", reason, words)
+        self._leaving = True
+        if self._work.rollouts.open or self._config.run.replay:
+            self._work.leave(words, reason)
+        else:
+            self._end_now(words, reason)
+
+    def expect_deaths(self) -> None:
+        """The batch system is ending processes of this run: what they die of is no cause."""
+        self._leaving = True
+
+    def _end_now(self, words: str, reason: Reason) -> None:
+        self._causes.add(Cause(words, None, CANCEL, reason=reason))
         self._server.grace_s = min(self._server.grace_s, FAILED_GRACE_S)  # also where it is ending already
 
     async def lead(self) -> Outcome:
@@ -105,7 +132,7 @@ class Orchestrator:
             asyncio.create_task(self._check_start(), name="the check of the checkpoint"),
             asyncio.create_task(self._processes.watch_silence(), name="the watch over silent processes"),
             asyncio.create_task(self._watch_overdue_groups(), name="the watch over groups that do not come back"),
-            asyncio.create_task(self._watch_stop_file(), name="the watch for the STOP file"),
+            asyncio.create_task(self._watch_requests(), name="the watch for STOP and SAVE"),
             asyncio.create_task(self._journal.feed_tensorboard(), name="TensorBoard's sink"),
             asyncio.create_task(self._samplers.seed(), name="the seeding of samplers"),
         ]
@@ -133,7 +160,6 @@ class Orchestrator:
             bell=self._bell,
             record=self._ledger_desk.record,
             settled=self._ledger_desk.settled,
-            facts=self._facts_for_actors,
             wants_version=self._samplers.wants_version,
             current=lambda: self._samplers.current,
         )
@@ -189,26 +215,42 @@ class Orchestrator:
             await self._run_steps()
 
     async def _run_steps(self) -> None:
-        """Until the trainer has finished; a step or some groups have to end within the deadline of a wait."""
+        """Until the trainer has finished; a step or some groups have to end within control.no_progress_s."""
         wait_s, work = self._config.control.wait_s, self._work
-        while not work.steps.exported and not self._causes:
+        while not work.steps.finished and not self._causes:
             if work.dispatcher.used_up:
                 work.finish(f"every problem was used {self._config.run.epochs} times")
-            await self._causes.wait(partial(self._has_moved, work.position()), wait_s, self._waiting_for)
+            if not await self._bell.until(partial(self._goes_on, work.position()), self._config.control.no_progress_s):
+                await self._end_stalled()
         self._journal.phase("finishing")
         if not self._causes:
-            await self._causes.wait(
-                self._samplers.all_committed, self._config.weights.update_s, lambda: "the last version at all samplers"
-            )
-        if not self._causes and not await self._bell.until(lambda: bool(self._causes) or work.all_evaluated(), wait_s):
+            limit_s = self._config.weights.update_s
+            await self._causes.wait(self._all_committed, limit_s, lambda: "the last version at all samplers")
+        if not self._causes and not await self._bell.until(self._all_evaluated, wait_s):
             # No cause to fail: the trained model is safe.
             log.warning("the last evaluation did not end within %.0f s", wait_s)
 
-    def _has_moved(self, since: tuple[int, int, bool]) -> bool:
-        return self._work.position() != since or self._work.steps.exported
+    def _goes_on(self, since: tuple[int, int, bool]) -> bool:
+        return bool(self._causes) or self._work.position() != since or self._work.steps.finished
 
-    def _waiting_for(self) -> str:
-        return f"step {self._work.steps.trained + 1} to be trained ({self._processes.doing()})"
+    async def _end_stalled(self) -> None:
+        """Nothing goes on: leave in the logs what everyone is at, and end the run with the name of who is waited for."""
+        work, samplers = self._work, self._samplers
+        queues = Queues(
+            serving=len(samplers.membership.serving),
+            updating=not samplers.all_committed(),
+            held=work.dispatcher.held,
+            received=work.dispatcher.received - work.steps.in_files,
+            groups_per_step=self._config.run.groups_per_step,
+            step_waits=work.steps.waits or work.steps.finishing,
+        )
+        role, why = waited_for(queues)
+        self._processes.dump_stacks()
+        faulthandler.dump_traceback(file=sys.stderr)
+        await asyncio.sleep(STACKS_S)
+        words = f"no progress for {self._config.control.no_progress_s:g} s at step {work.steps.trained + 1}: waited for "
+        words += f"{role}, {why} ({self._processes.doing()}); stacks are in {self._run.logs(self._plan.attempt)}"
+        self._causes.add(Cause(words, role, ENDED))
 
     async def _end(self) -> None:
         """Tell everyone to stop; failed runs end at once, good ones give their children time."""
@@ -231,7 +273,7 @@ class Orchestrator:
         await self._server.close()
         await self._samplers.close()
         try:
-            if not self._causes:
+            if not self._causes and self._work.ending.reason not in GOES_ON:
                 await self._ledger_desk.record(self._work.dispatcher.close("run ended"))
             self._journal.phase("stopped")
             await self._journal.close()
@@ -239,9 +281,12 @@ class Orchestrator:
             self._causes.fault(error)
         finally:
             self._ledger.close()
-            outcome = conclude(self._causes.found, self._work.done_words, self._work.steps.trained, self._started)
+            outcome = conclude(self._causes.found, self._work.ending, self._work.steps.trained, self._started, self._decide)
             outcome.write(self._run.exit(self._plan.attempt))
         return outcome
+
+    def _decide(self, reason: Reason) -> Decision:
+        return decide(reason, [*steps_before(self._run, self._plan.attempt), self._work.steps.trained], self._means)
 
     # What goes on meanwhile
 
@@ -251,13 +296,12 @@ class Orchestrator:
             await asyncio.sleep(self._config.control.heartbeat_s)
             await self._work.rollouts.expire()
 
-    async def _watch_stop_file(self) -> None:
-        """control/STOP ends the run after the step in hand."""
+    async def _watch_requests(self) -> None:
         await self._checked.wait()
-        while not self._work.steps.finishing:
-            await asyncio.sleep(self._config.control.heartbeat_s)
-            if await asyncio.to_thread(os.path.exists, self._run.stop):
-                self._work.finish(f"asked to stop by {self._run.stop}")
+        every_s = self._config.control.heartbeat_s
+        await watch_requests(
+            self._run, every_s, stop=partial(self._work.finish, reason="stopped"), save=self._work.checkpoints.ask
+        )
 
     def _committed(self, committed: Committed) -> None:
         self._journal.committed(committed)
@@ -270,11 +314,17 @@ class Orchestrator:
         """Whether the run can end well without the processes of a role from now on."""
         steps = self._work.steps
         if role == "trainer":
-            return steps.exported
-        evaluated = bool(self._causes) or self._work.all_evaluated()
-        return steps.finishing and role != "agent" and self._samplers.all_committed() and evaluated
+            return steps.finished
+        over = self._leaving or (steps.finishing and self._all_committed() and self._all_evaluated())
+        return role != "agent" and over
 
-    # What actors need
+    def _all_committed(self) -> bool:
+        return self._leaving or self._samplers.all_committed()
+
+    def _all_evaluated(self) -> bool:
+        return self._leaving or bool(self._causes) or self._work.all_evaluated()
+
+    # What actors have told
 
     def _set_problems(self) -> None:
         actors = self._server.of_role("actor")
@@ -285,7 +335,3 @@ class Orchestrator:
                     f"{actor.name} has other problems than {actors[0].name}: load_problems must not depend on the process"
                 )
         self._work.dispatcher.problems(problems, held_out)
-
-    def _facts_for_actors(self) -> Mapping[str, Any]:
-        verifiers = self._server.of_role("verifier")
-        return {"verifier": verifiers[0].facts["url"] if verifiers else None}

@@ -13,7 +13,7 @@ from prl.control.ports import free_port
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
 from prl.metrics.usage import own_usage, usage_of
-from prl.orchestrator.children import ChildPlan, RunningChild, end_child, how_it_ended, kill_child, start_child
+from prl.orchestrator.children import ChildPlan, RunningChild, dump_stacks, end_child, how_it_ended, kill_child, start_child
 from prl.runfolder.logs import log_end
 from prl.runfolder.paths import RunFolder
 
@@ -38,7 +38,7 @@ async def run_agent(
         metrics = MetricsWriter(run.metrics, "agent", node, attempt)
 
         async def start(plan: ChildPlan, number: int) -> RunningChild:
-            environment = _environment(run, attempt, plan, address, control_url)
+            environment = _environment(run, attempt, plan, number, address, control_url)
             child = children[plan.name] = await start_child(plan, environment, run.logs(attempt), number)
             return child
 
@@ -60,12 +60,13 @@ async def run_agent(
         await client.call("node_done", {}, deadline_s=10.0, reason="reporting the node's end")
 
 
-def _environment(run: RunFolder, attempt: int, plan: ChildPlan, address: str, control_url: str) -> dict[str, str]:
+def _environment(run: RunFolder, attempt: int, plan: ChildPlan, start: int, address: str, control_url: str) -> dict[str, str]:
     environment = {
         "PRL_RUN": str(run),
         "PRL_ATTEMPT": str(attempt),
         "PRL_ROLE": plan.role,
         "PRL_INDEX": str(plan.index),
+        "PRL_START": str(start),
         "PRL_CONTROL_URL": control_url,
         "PRL_HOST": address,
         "PYTHONUNBUFFERED": "1",
@@ -83,9 +84,8 @@ async def _watch(
     waits = {asyncio.create_task(child.process.wait()): child for child in children.values()}
     starts: set[asyncio.Task[RunningChild | None]] = set()
     stopping = asyncio.create_task(client.stopping.wait())
-    tasks: list[asyncio.Task[Any]] = [stopping]
-    if any(child.plan.role == "sampler" for child in children.values()):
-        tasks.append(asyncio.create_task(_obey(client, children), name="end what the orchestrator gave up"))
+    obeying = asyncio.create_task(_obey(client, children), name="end what the orchestrator gave up")
+    tasks: list[asyncio.Task[Any]] = [stopping, obeying]
     looked = time.monotonic()
     try:
         while (waits or starts) and not client.stopping.is_set():
@@ -133,21 +133,29 @@ async def _start_again(client: ControlClient, child: RunningChild, start: Start,
 
 
 async def _obey(client: ControlClient, children: dict[str, RunningChild]) -> None:
-    """Kill the samplers' processes that the orchestrator has given up, until it stops the run."""
-    known: list[list[int]] = []
+    """Kill the processes that the orchestrator has given up, and have all write their stacks down when it asks for that, until
+    it stops the run."""
+    known: list[list[Any]] = []
+    dumps = 0
     while not client.stopping.is_set():
-        answer = await client.call("orders", {"known": known}, deadline_s=ORDERS_S, reason="what is to end on this node")
-        for index, number in answer["end"]:
-            known.append([index, number])
-            child = children.get(f"sampler {index}")
-            if child is not None and child.start == number and child.process.returncode is None:
-                kill_child(child)
+        body = {"known": known, "dumps": dumps}
+        answer = await client.call("orders", body, deadline_s=ORDERS_S, reason="what is to end on this node")
+        if answer["dumps"] > dumps:
+            dumps = answer["dumps"]
+            for child in children.values():
+                dump_stacks(child)
+        for name, number in answer["end"]:
+            known.append([name, number])
+            ending = children.get(name)
+            if ending is not None and ending.start == number and ending.process.returncode is None:
+                kill_child(ending)
 
 
 async def _report(client: ControlClient, child: RunningChild) -> float | None:
     """The pause after which it is to be started again, in seconds; None: not at all."""
     body = {
         "child": child.plan.name,
+        "start": child.start,
         "code": child.process.returncode,
         "words": how_it_ended(child),
         "log": str(child.log),

@@ -1,11 +1,22 @@
 """Why an attempt ended: the first cause wins, but a process that was killed explains those that missed it."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prl.runfolder.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome
+from prl.flow.ending import Decision, Reason
+from prl.runfolder.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, LEFT, Outcome
+from prl.runfolder.publish import says_full
+
+_OUTCOMES: Mapping[Reason, str] = {
+    "done": DONE,
+    "stopped": DONE,
+    "cancelled": CANCELLED,
+    "time limit": LEFT,
+    "preempted": LEFT,
+}  # of all others: failed
+_MEMORY = ("OutOfMemoryError", "MemoryError")  # torch's and Python's, as the causes name them
 
 
 @dataclass(frozen=True)
@@ -16,6 +27,7 @@ class Cause:
     role: str | None
     rank: int
     detail: str = ""  # a traceback
+    reason: Reason = "error"
     log_end: str = ""  # of a process that ended without a word
 
 
@@ -40,15 +52,27 @@ def child_cause(body: Mapping[str, Any]) -> Cause:
     return Cause(words, role, ENDED, log_end=log_end)
 
 
-def conclude(causes: Sequence[Cause], done: str, steps: int, started: float) -> Outcome:
-    """The outcome of an attempt from what went wrong, or `done` where nothing did."""
-    if not causes:
-        return Outcome(DONE, done, None, EXIT_CODES[DONE], steps=steps, started=started, ended=time.time())
-    first = min(causes, key=lambda cause: cause.rank)
-    outcome = CANCELLED if first.rank == CANCEL else FAILED
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ends with which nothing went wrong."""
+
+    words: str
+    reason: Reason = "done"
+
+
+def conclude(
+    causes: Sequence[Cause], ending: Ending, steps: int, started: float, then: Callable[[Reason], Decision]
+) -> Outcome:
+    """The outcome of an attempt from what went wrong, or its ending where nothing did. `then` decides what follows."""
+    first = min(causes, key=lambda cause: cause.rank) if causes else Cause(ending.words, None, ENDED, reason=ending.reason)
+    reason = _reason(first)
+    outcome, decision = _OUTCOMES.get(reason, FAILED), then(reason)
     return Outcome(
         outcome,
         first.words,
+        reason,
+        decision.next,
+        decision.words,
         first.role,
         EXIT_CODES[outcome],
         detail=first.detail,
@@ -57,3 +81,11 @@ def conclude(causes: Sequence[Cause], done: str, steps: int, started: float) -> 
         started=started,
         ended=time.time(),
     )
+
+
+def _reason(cause: Cause) -> Reason:
+    if says_full(cause.words):
+        return "quota"
+    if any(word in cause.words for word in _MEMORY):
+        return "out of memory"
+    return cause.reason

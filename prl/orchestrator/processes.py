@@ -1,21 +1,26 @@
 """The processes of an attempt as the orchestrator knows them: who has joined, who died, failed or fell silent, and whether that
-ends the run."""
+ends the run or another process takes its place."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from prl.control.options import ControlOptions
 from prl.control.server import Answer, Bell, ControlServer, Handler, Member
+from prl.flow.ending import Reason
 from prl.flow.membership import IN_GROUP
+from prl.flow.restarts import RestartRule, Restarts
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.outcome import AGENT, ENDED, REPORTED, Cause, child_cause
+from prl.orchestrator.replicas import SERVING_POLL_S
 from prl.orchestrator.samplers import Samplers
+from prl.runfolder.publish import says_full
 
+RESTARTED = ("actor", "verifier", "preprocess")  # beside samplers, which have their membership
 LATE_S = 1.0  # later than this after a sleep, this process was held up
 log = logging.getLogger(__name__)
 
@@ -30,11 +35,15 @@ class ProcessDesk:
         bell: Bell,
         options: ControlOptions,
         *,
+        on_restarts: Callable[[int, str], None],
+        actor_joined: Callable[[], None],
+        actor_lost: Callable[[int], Awaitable[None]],
         done_with: Callable[[str], bool],
-        exported: Callable[[], bool],
+        finished: Callable[[], bool],
     ) -> None:
-        """`done_with` a role: the run can end well without its processes from now on; `exported`: so can it without anyone
-        who samples."""
+        """`on_restarts`: how many there were, and what happened in words. `actor_joined`: another one has its problems;
+        `actor_lost`: what it held has to be handed out again. `done_with` a role: the run can end well without its processes
+        from now on; `finished`: so can it without anyone who samples."""
         self.nodes_done: set[int] = set()
         self._server = server
         self._plan = plan
@@ -43,18 +52,38 @@ class ProcessDesk:
         self._bell = bell
         self._options = options
         self._done_with = done_with
-        self._exported = exported
+        self._finished = finished
+        self._on_restarts = on_restarts
+        self._actor_joined = actor_joined
+        self._actor_lost = actor_lost
+        rule = RestartRule(options.restarts, options.restart_pause_s, options.start_s)
+        self._restarts = Restarts(rule, [child.name for child in plan.children if child.role in RESTARTED])
+        self._dumps = 0
+        self._said: dict[str, Cause] = {}  # by such a process, or of it, before it ended
         self._expected = {(child.role, child.index) for child in plan.children}
 
     def handlers(self) -> dict[str, Handler]:
-        return {"children": self._children, "child_ended": self._child_ended, "node_done": self._node_done}
+        return {
+            "children": self._children,
+            "child_ended": self._child_ended,
+            "node_done": self._node_done,
+            "orders": self._orders,
+            "verifier": self._verifier,
+        }
 
     # Joins
 
     def joined(self, member: Member) -> None:
         if member.role == "sampler":
             self._samplers.desk.joined(member)
-        self._bell.ring()
+        if member.name in self._restarts:
+            again = self._restarts.state(member.name) == "restarting"
+            if member.role == "actor" and again:
+                self._actor_joined()
+            self._restarts.join(member.name)
+            if again:
+                self._note(f"{member.name} is there again")
+        (self._samplers.desk.changed if member.role == "verifier" else self._bell).ring()
 
     def all_joined(self) -> bool:
         return self._expected <= self._joined_keys()
@@ -76,25 +105,59 @@ class ProcessDesk:
         if member.role == "sampler" and self._samplers.has_joined(member.index):
             self._samplers.desk.fence(member.index, "failed", f"{member.name}: {error}")
             return
-        self._causes.add(Cause(f"{member.name}: {error}", member.role, AGENT if member.role == "agent" else REPORTED, trace))
+        cause = Cause(f"{member.name}: {error}", member.role, AGENT if member.role == "agent" else REPORTED, trace)
+        if member.name in self._restarts and self._restarts.state(member.name) != "starting" and not says_full(error):
+            self._said[member.name] = cause  # it ends now, and may be started again
+        else:
+            self._causes.add(cause)
 
     async def _child_ended(self, member: Member, body: Mapping[str, Any]) -> Answer:
         code, child = int(body["code"]), str(body["child"])
+        role, index = child.split()[0], int(child.split()[1])
+        self._server.forget(role, index, int(body["start"]))
         if self._causes.closed:
             return {}
-        if self._done_with(child.split()[0]) and (code == 0 or not child.startswith("trainer")):
+        if role == "actor":
+            await self._actor_lost(index)
+        if self._done_with(role) and (code == 0 or role != "trainer"):
             return {}
-        role, index = child.split()
+        if child in self._restarts:
+            return self._restarted(child, body)
         cause, words = child_cause(body), str(body["words"])
-        if role != "sampler" or not self._samplers.has_joined(int(index)):
+        if role != "sampler" or not self._samplers.has_joined(index):
             self._causes.add(cause)
             return {}
         membership = self._samplers.membership
-        pause_s = self._samplers.desk.died(int(index), words)
+        pause_s = self._samplers.desk.died(index, words)
         last = membership.last  # what it was given up for, where that came before
-        if not membership.serving and (self._exported() or membership.over(time.monotonic()) is not None):
+        if not membership.serving and (self._finished() or membership.over(time.monotonic()) is not None):
             self._causes.add(cause if last == words else replace(cause, words=f"{last}; then {words}"))
         return {"restart_after_s": pause_s}
+
+    def _restarted(self, child: str, body: Mapping[str, Any]) -> Answer:
+        """Another process for an actor, verifier or preprocessor that died; once it was started often enough, the end."""
+        ended = child_cause(body)
+        cause = self._said.pop(child, ended)
+        pause_s = self._restarts.died(child, time.monotonic())
+        words = cause.words if cause is ended else f"{cause.words}; then {ended.words}"
+        if pause_s is None:
+            again = self._restarts.again(child)
+            often = f"; it had been started again {again} times (control.restarts)" if again else ""
+            self._causes.add(replace(cause, words=f"{cause.words}{often}"))
+            return {}
+        self._note(f"{words}; it is started again in {pause_s:g} s")
+        return {"restart_after_s": pause_s}
+
+    def _give_up(self, name: str, words: str) -> None:
+        """Have a process end that is not trusted any more."""
+        if self._restarts.fence(name):
+            self._said[name] = Cause(words, name.split()[0], ENDED)
+            self._note(words)
+            self._samplers.desk.changed.ring()
+
+    def _note(self, words: str) -> None:
+        log.warning("%s", words)
+        self._on_restarts(self._restarts.granted, words)
 
     async def watch_silence(self) -> None:
         """A member that was silent for too long is as good as dead; unless this process itself was held up, and has not read
@@ -105,6 +168,8 @@ class ProcessDesk:
             asleep = time.monotonic()
             await asyncio.sleep(options.heartbeat_s)
             self._look_after_samplers()
+            for name in self._restarts.late(time.monotonic()):
+                self._give_up(name, f"{name} was started again and did not join in time")
             if time.monotonic() - asleep > options.heartbeat_s + LATE_S:
                 log.warning("the orchestrator was held up for %.1f s", time.monotonic() - asleep - options.heartbeat_s)
                 trusted = time.monotonic()
@@ -115,8 +180,13 @@ class ProcessDesk:
                 if member.role == "sampler":
                     if self._samplers.membership.state(member.index) in IN_GROUP:  # else it is known, or awaited anew
                         self._samplers.desk.fence(member.index, "silent", words)
-                elif not self._done_with(member.role):
-                    self._causes.add(Cause(words, member.role, ENDED))
+                elif self._done_with(member.role):
+                    continue
+                elif member.name in self._restarts:
+                    self._give_up(member.name, words)
+                else:
+                    lost: Reason = "node failure" if member.role == "agent" else "error"
+                    self._causes.add(Cause(words, member.role, ENDED, reason=lost))
 
     def _look_after_samplers(self) -> None:
         """End the run where nobody is left to serve and nobody has come back in time."""
@@ -125,7 +195,38 @@ class ProcessDesk:
         if over is not None:
             self._causes.add(Cause(over, "sampler", ENDED))
 
-    # Nodes
+    # Nodes, and what others need to know of processes
+
+    def dump_stacks(self) -> None:
+        """Have every process write into its log what it is at."""
+        self._dumps += 1
+        self._samplers.desk.changed.ring()
+
+    async def _orders(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        """{known: [[name, start]...], dumps}: more of the agent's processes that have to end, and how often all were to write
+        their stacks down, as soon as that is more often than `dumps`."""
+        own = {child.name for child in self._plan.on_node(member.index)}
+        known = [tuple(entry) for entry in body["known"]]
+
+        def to_end() -> list[tuple[str, int]]:
+            wanted = [*self._samplers.desk.to_end, *self._restarts.to_end]
+            return [entry for entry in wanted if entry[0] in own and entry not in known]
+
+        def news() -> bool:
+            return bool(to_end()) or self._dumps > int(body["dumps"]) or self._samplers.desk.ended
+
+        await self._samplers.desk.changed.until(news, SERVING_POLL_S)
+        return {"end": to_end(), "dumps": self._dumps, "stop": self._samplers.desk.ended}
+
+    async def _verifier(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        """{known: url or null}: where the verifier listens, as soon as it is elsewhere; null: nowhere at the moment."""
+
+        def url() -> str | None:
+            verifiers = self._server.of_role("verifier")
+            return str(verifiers[0].facts["url"]) if verifiers else None
+
+        await self._samplers.desk.changed.until(lambda: url() != body["known"] or self._samplers.desk.ended, SERVING_POLL_S)
+        return {"url": url(), "stop": self._samplers.desk.ended}
 
     async def _children(self, member: Member, body: Mapping[str, Any]) -> Answer:
         return {"children": [child.__dict__ for child in self._plan.on_node(member.index)]}

@@ -12,7 +12,7 @@ from prl.control.server import Answer, Bell, Handler, Member
 from prl.flow.membership import Membership, Reason
 
 TELL_S = 2.0  # that a replica which is given up has to hand back its partial answers before its process is ended
-SERVING_POLL_S = 30.0  # actors and agents ask again after so long, where there is nothing new
+SERVING_POLL_S = 30.0  # whoever waits for news of samplers asks again after so long
 log = logging.getLogger(__name__)
 
 
@@ -36,18 +36,16 @@ class ReplicaDesk:
     def __init__(
         self,
         membership: Membership,
-        nodes: Mapping[int, int],
         *,
         tell: Callable[[Replica, str], Awaitable[None]],
         on_change: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`nodes`: the node of each replica. `tell` a replica, as far as it still answers, that it is fenced and why.
+        """`tell` a replica, as far as it still answers, that it is fenced and why.
         `on_change` is given what happened, in words."""
         self.membership = membership
         self.changed = Bell()
         self.ended = False
-        self._nodes = nodes
         self._tell = tell
         self._on_change = on_change
         self._clock = clock
@@ -56,7 +54,7 @@ class ReplicaDesk:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handlers(self) -> dict[str, Handler]:
-        return {"samplers": self._samplers, "orders": self._orders}
+        return {"samplers": self._samplers}
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -75,6 +73,11 @@ class ReplicaDesk:
     def to_seed(self) -> tuple[Replica, ...]:
         """Those that a serving one may give its weights to; one that is being told to serve nothing has to hear that first."""
         return self.of([i for i in self.membership.to_seed if i not in self._being_told])
+
+    @property
+    def to_end(self) -> list[tuple[str, int]]:
+        """Name and number of the start of processes that have to end; one that is being told so has time to hear it."""
+        return [(f"sampler {i}", start) for i, start in self.membership.to_end if i not in self._being_told]
 
     # What happens to them
 
@@ -157,14 +160,3 @@ class ReplicaDesk:
 
     def _serving(self) -> list[list[Any]]:
         return [[i, self._replicas[i].url] for i in self.membership.serving]
-
-    async def _orders(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        """{known: [[replica, start]...]}: more of the agent's processes that have to end."""
-        known = [tuple(entry) for entry in body["known"]]
-
-        def to_end() -> list[tuple[int, int]]:
-            wanted = (entry for entry in self.membership.to_end if entry[0] not in self._being_told)
-            return [entry for entry in wanted if self._nodes[entry[0]] == member.index and entry not in known]
-
-        await self.changed.until(lambda: bool(to_end()) or self.ended, SERVING_POLL_S)
-        return {"end": to_end(), "stop": self.ended}

@@ -27,12 +27,10 @@ class RolloutDesk:
         record: Record,
         bell: Bell,
         *,
-        facts: Callable[[], Mapping[str, Any]],
         on_evaluation: Callable[[Evaluation, Mapping[str, Any]], None],
         on_announced: Callable[[Mapping[str, Any]], None] = lambda announcement: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`facts`: what actors need to know besides, with each lease."""
         self.open = False  # leases are handed out once the samplers serve a version
         self.ended = False
         self.announced = 0  # so far
@@ -42,7 +40,6 @@ class RolloutDesk:
         self._dispatcher = dispatcher
         self._record = record
         self._bell = bell
-        self._facts = facts
         self._on_announced = on_announced
         self._on_evaluation = on_evaluation
         self._clock = clock
@@ -73,6 +70,14 @@ class RolloutDesk:
             if any(self._dispatcher.waits(int(g["group"]), int(g["issue"])) for g in announcement["groups"])
         }
 
+    async def lost(self, actor: int) -> None:
+        """An actor is gone: what it held is issued again."""
+        events = self._dispatcher.lost(actor)
+        if events:
+            log.warning("sampled again: %d groups of actor %d", len({event.rollout.group for event in events}), actor)
+        await self._record(events)
+        self._bell.ring()
+
     async def expire(self) -> None:
         """Groups that were handed out too long ago are sampled again."""
         events = self._dispatcher.overdue(self._clock())
@@ -87,27 +92,26 @@ class RolloutDesk:
         events: list[LedgerEvent] = []
 
         def take() -> bool:
-            if self.open and not self.ended:
+            if self.open and not self.ended and not member.gone:
                 leased = self._dispatcher.lease(member.index, wanted, self._clock())
                 leases.extend(leased.leases)
                 events.extend(leased.events)
-            return bool(leases) or self.ended
+            return bool(leases) or self.ended or member.gone
 
         await self._bell.until(take, LONG_POLL_S)
         await self._record(events)
-        return {"leases": [asdict(lease) for lease in leases], "stop": self.ended, **self._facts()}
+        return {"leases": [asdict(lease) for lease in leases], "stop": self.ended}
 
     async def _rollouts(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        groups, late = [], []
+        late = []
         rollouts = sum(int(group["rollouts"]) for group in body["groups"])
         for group in body["groups"]:
             size_bytes = int(body["bytes"]) * int(group["rollouts"]) // rollouts
             accepted = self._dispatcher.result(int(group["group"]), int(group["issue"]), size_bytes)
-            groups.append({**group, "late": not accepted})
             if not accepted:
                 late.append(group["group"])
         announcement = {key: body[key] for key in ("path", "bytes", "checksum", "writer", "sequence")}
-        announcement["groups"] = groups
+        announcement["groups"] = body["groups"]
         writer = str(body["writer"])
         self._cursors[writer] = max(int(body["sequence"]), self._cursors.get(writer, -1))
         self._announcements[self.announced] = self._clock(), announcement

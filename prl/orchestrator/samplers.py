@@ -35,13 +35,12 @@ class Samplers:
         self._work = work
         self._on_committed = on_committed
         self._last: Version | None = None  # that the dispatcher knows of
-        nodes = {child.index: child.node for child in plan.children if child.role == "sampler"}
+        replicas = sum(child.role == "sampler" for child in plan.children)
         self.membership = Membership(
-            MembershipSettings(len(nodes), config.sample.restarts, config.sample.restart_pause_s, config.control.start_s)
+            MembershipSettings(replicas, config.sample.restarts, config.sample.restart_pause_s, config.control.start_s)
         )
         self.desk = ReplicaDesk(
             self.membership,
-            nodes,
             tell=lambda replica, reason: self._calls.tell_fenced(replica, reason),
             on_change=lambda words: on_change(self.membership, words),
         )

@@ -44,7 +44,8 @@ class StepDesk:
         to do, is to send the samplers the version that it is at."""
         self.trained = trained
         self.finishing = False  # the trainer saves, exports and ends
-        self.exported = False  # it has
+        self.leaving = False  # it saves and ends
+        self.finished = False  # it has
         self._dispatcher = dispatcher
         self._rollouts = rollouts
         self._record = record
@@ -71,13 +72,23 @@ class StepDesk:
             "step_file": self._step_file,
             "next_step": self._next_step,
             "trained": self._trained,
-            "exported": self._exported,
+            "finished": self._finished,
         }
 
     @property
     def next_step(self) -> int:
         """The step for which no file exists yet."""
         return max([self.trained, *self._entries]) + 1
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step file waits that may be trained."""
+        return self._may_train(self.trained + 1)
+
+    @property
+    def in_files(self) -> int:
+        """Groups that lie in step files which wait."""
+        return sum(map(len, self._in_files.values()))
 
     def _look_for_wanted(self) -> None:
         """Find at how many finished groups an actor publishes them at once, for a step that waits; None: no step does. It is
@@ -109,7 +120,7 @@ class StepDesk:
 
         await self._bell.until(news, LONG_POLL_S)
         return {
-            "announcements": self._rollouts.announcements(after),
+            "announcements": [self._untaken(announcement) for announcement in self._rollouts.announcements(after)],
             "cursor": self._rollouts.announced,
             "trained_step": self.trained,
             "next_step": self.next_step,
@@ -118,6 +129,17 @@ class StepDesk:
             "forks": {str(lineage): step for lineage, step in self._forks.items()},
             "stop": self._rollouts.ended,
         }
+
+    def _untaken(self, announcement: Mapping[str, Any]) -> Mapping[str, Any]:
+        """An announcement as a preprocessor that was started again has to hear it: groups that lie in step files, or have
+        ended, are `taken`."""
+        in_files = set[int]().union(*self._in_files.values())
+
+        def taken(group: int, issue: int) -> bool:
+            return group in in_files or not self._dispatcher.waits(group, issue)
+
+        groups = [{**g, "taken": taken(int(g["group"]), int(g["issue"]))} for g in announcement["groups"]]
+        return {**announcement, "groups": groups}
 
     async def _step_file(self, member: Member, body: Mapping[str, Any]) -> Answer:
         step = int(body["step"])
@@ -138,7 +160,7 @@ class StepDesk:
         step = int(body["step"])
         await self._bell.until(lambda: self._may_train(step) or self.finishing or self._wants_version(), LONG_POLL_S)
         if self.finishing:
-            return {"file": None, "stop": True}
+            return {"file": None, "stop": True, "leave": self.leaving}
         entry = self._entries.get(step) if self._may_train(step) else None
         return {"file": None if entry is None else entry.file, "send": entry is None and self._wants_version(), "stop": False}
 
@@ -161,9 +183,9 @@ class StepDesk:
         data = {**body["data"], **entry.metrics}  # the file's own; of one made in this attempt, its making too
         self.finishing = self._on_trained(step, body["metrics"], data) or self.finishing
         self._bell.ring()
-        return {"stop": self.finishing, "save": self._save_now(step)}
+        return {"stop": self.finishing, "leave": self.leaving, "save": self._save_now(step)}
 
-    async def _exported(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        self.exported = True
+    async def _finished(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        self.finished = True
         self._bell.ring()
         return {}

@@ -5,9 +5,11 @@ from typing import Any
 
 from prl.config.schema import Config
 from prl.control.server import Bell, Handler
+from prl.flow.ending import Reason
 from prl.flow.evaluations import Evaluation
 from prl.orchestrator.checkpoints import Checkpoints, Moment
 from prl.orchestrator.journal import Journal
+from prl.orchestrator.outcome import Ending
 from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import Record, RolloutDesk
 from prl.orchestrator.steps import StepDesk
@@ -30,15 +32,15 @@ class Work:
         bell: Bell,
         record: Record,
         settled: Callable[[], Awaitable[None]],
-        facts: Callable[[], Mapping[str, Any]],
         wants_version: Callable[[], bool],
         current: Callable[[], Committed | None],
     ) -> None:
-        """`record`, `settled`: of the ledger's desk; `facts`: see RolloutDesk; `wants_version`: see StepDesk; `current`: the
+        """`record`, `settled`: of the ledger's desk; `wants_version`: see StepDesk; `current`: the
         version that the samplers carry."""
         self.start = start
         self.dispatcher = start.dispatcher
-        self.done_words = f"all {config.run.steps} steps trained"
+        self._all_trained = Ending(f"all {config.run.steps} steps trained")
+        self.ending = self._all_trained
         self._config = config
         self._journal = journal
         self._bell = bell
@@ -49,7 +51,6 @@ class Work:
             self.dispatcher,
             record,
             bell,
-            facts=facts,
             on_evaluation=self._evaluated,
             on_announced=self.checkpoints.announced,
         )
@@ -73,12 +74,18 @@ class Work:
             **self.checkpoints.handlers(),
         }
 
-    def finish(self, words: str) -> None:
+    def finish(self, words: str, reason: Reason = "done") -> None:
         """End the run well after the step in hand; the first reason counts."""
         if not self.steps.finishing:
-            self.done_words = words
+            self.ending = Ending(words, reason)
             self.steps.finishing = True
             self._bell.ring()
+
+    def leave(self, words: str, reason: Reason) -> None:
+        """Save after the step in hand, and end without anything that could as well be done later."""
+        self.finish(words, reason)
+        self.steps.leaving = True
+        self._bell.ring()
 
     def all_evaluated(self) -> bool:
         return not self.dispatcher.evaluations_pending
@@ -90,7 +97,10 @@ class Work:
     def _trained(self, step: int, train: Mapping[str, float], data: Mapping[str, float]) -> bool:
         """Note a trained step; whether it was the last."""
         self._journal.trained(step, train, data, self._current())
-        return step >= self._config.run.steps
+        last = step >= self._config.run.steps
+        if last:  # also where it was to leave: nothing but the export would be left for later
+            self.ending, self.steps.leaving = self._all_trained, False
+        return last
 
     def _evaluated(self, evaluation: Evaluation, body: Mapping[str, Any]) -> None:
         self._journal.evaluated(evaluation, body)

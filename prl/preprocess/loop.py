@@ -157,7 +157,7 @@ class _Loop:
         wanted = {
             (int(g["group"]), int(g["issue"]))
             for g in announcement["groups"]
-            if not g["late"] and not self._maker.knows(int(g["group"]), int(g["issue"]))
+            if not g["taken"] and not self._maker.knows(int(g["group"]), int(g["issue"]))
         }
         if not wanted or entry.name in self._unreadable:
             return []

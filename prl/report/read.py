@@ -146,7 +146,7 @@ def read_run(path: Path | str) -> RunRecord:
         samplers=_sampler_changes(events),
         usage=_usage(events),
         discards=discards,
-        notes=[*notes, *odd, *ends, *_refused(run, attempts), *_failed_saves(events)],
+        notes=[*notes, *odd, *ends, *_refused(run, attempts), *_failed_saves(events), *_restarts(events)],
         sizes=_sizes(run.path),
         newest_event=max((event.time for event in events), default=None),
     )
@@ -173,6 +173,14 @@ def _failed_saves(events: Iterable[Event]) -> Iterator[str]:
     for event in events:
         if event.kind == names.SAVE_FAILED:
             yield f"attempt {event.attempt}: the checkpoint of step {event.step} failed: {event.labels.get('error', '')}"
+
+
+def _restarts(events: Iterable[Event]) -> Iterator[str]:
+    """Of actors, verifiers and preprocessors, by attempt."""
+    last = {event.attempt: event for event in events if event.kind == names.PROCESSES}
+    for attempt, event in last.items():
+        count, words = int(event.values.get(names.PROCESS_RESTARTS, 0)), event.labels.get("event", "")
+        yield f"attempt {attempt}: {count} restarts of actors, verifiers and preprocessors; the last that happened: {words}"
 
 
 def _events(folder: Path) -> tuple[list[Event], Sequence[str]]:

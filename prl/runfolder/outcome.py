@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.plain_files import read_plain
+from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish, publish_json
 
 DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
-EXIT_CODES = {DONE: 0, FAILED: 1, CANCELLED: 130}
+LEFT = "left"  # saved what it had and ended before its time, since its nodes were to be taken away
+EXIT_CODES = {DONE: 0, FAILED: 1, LEFT: 75, CANCELLED: 130}  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
 RESERVE_BYTES = 128 * 1024
 
 
@@ -23,6 +25,9 @@ class Outcome:
 
     outcome: str
     cause: str = ""
+    reason: str = ""  # a word for the cause, of prl.flow.ending
+    next: str = ""  # what is to be done then: requeue, chain or stop; and
+    next_words: str = ""  # why
     role: str | None = None  # whose failure it was
     code: int | None = None
     detail: str = ""  # a traceback
@@ -45,6 +50,12 @@ def _reserve_of(path: Path) -> Path:
     return path.with_name(".reserve")
 
 
+def steps_before(run: RunFolder, attempt: int) -> list[int]:
+    """The last step that each attempt before this one trained, 0 where it could not say so."""
+    found = [read_outcome(run.exit(number)) for number in run.attempts() if number < attempt]
+    return [0 if outcome is None else outcome.steps or 0 for outcome in found]
+
+
 def read_outcome(path: Path) -> Outcome | None:
     """None where there is no such file. Raises OutcomeError."""
     try:
@@ -62,6 +73,9 @@ def read_outcome(path: Path) -> Outcome | None:
     return Outcome(
         outcome=facts["outcome"],
         cause=of(str, "cause", ""),
+        reason=of(str, "reason", ""),
+        next=of(str, "next", ""),
+        next_words=of(str, "next_words", ""),
         role=of(str, "role"),
         code=of(int, "code"),
         detail=of(str, "detail", ""),

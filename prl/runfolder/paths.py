@@ -115,6 +115,11 @@ class RunFolder:
         return self.control / "STOP"
 
     @property
+    def save(self) -> Path:
+        """A file of this name asks for a checkpoint of the step in hand; it is taken away when it has been seen."""
+        return self.control / "SAVE"
+
+    @property
     def latest(self) -> Path:
         return self.path / "latest"
 

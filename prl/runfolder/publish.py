@@ -47,6 +47,11 @@ def in_words(error: BaseException, folder: Path | str | None = None) -> str:
     return said
 
 
+def says_full(words: str) -> bool:
+    """Whether these words of an error, as `in_words` puts them, say that the storage is full."""
+    return _ADVICE in words
+
+
 @contextlib.contextmanager
 def storage(path: Path) -> Iterator[None]:
     """Errors that say that the storage is full become `StorageFull`, which names `path`; others stay what they are."""

@@ -364,7 +364,9 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
     async def _report(self, call: str, body: dict[str, Any]) -> None:
         child = self._child
         where = {"replica": child.index, "worker": self.parallel_config.rank}
-        async with ControlClient(child.control_url, child.token, child.role, child.index, child.config.control) as client:
+        async with ControlClient(
+            child.control_url, child.token, child.role, child.index, child.config.control, start=child.start
+        ) as client:
             await client.call(
                 call, where | body, deadline_s=child.config.weights.update_s, reason=f"reporting a {call} version"
             )

@@ -58,9 +58,12 @@ def run(child: Child, client: ThreadedClient) -> None:
     )
     weights.publish(step)
     saver = Saver(child, client, channel, engine, step if "PRL_RESUME" in os.environ else None)
-    step = _train(child, client, engine, channel, weights, saver, step)
+    step, leaves = _train(child, client, engine, channel, weights, saver, step)
     saver.finish(step)
-    _export(child, client, engine, step)
+    if not leaves:
+        _export(child, client, engine, step)
+    if leader:
+        client.call("finished", {"step": step}, deadline_s=config.control.wait_s, reason=f"version {step} is saved")
     weights.close()
     channel.barrier()
     stop_groups()
@@ -100,16 +103,18 @@ def _clear(chunks: Sequence[torch.nn.Module]) -> None:
 
 def _train(
     child: Child, client: ThreadedClient, engine: Engine, channel: Channel, weights: WeightsOut, saver: Saver, step: int
-) -> int:
-    """Train until told to stop; returns the last step. Raises FloatingPointError where too many steps in a row are skipped."""
+) -> tuple[int, bool]:
+    """Train until told to stop; returns the last step, and whether the run leaves its nodes before its end. Raises
+    FloatingPointError where too many steps in a row are skipped."""
     leader = dist.get_rank() == 0
     written_by = _writing_run(child.config)
     ended = time.monotonic()
     skipped = 0  # steps in a row
     while True:
-        file = _next_file(child, client, channel, weights, saver, step + 1)
-        if file is None:
-            break
+        ordered = _next_order(child, client, channel, weights, saver, step + 1)
+        if ordered["stop"]:
+            return step, bool(ordered.get("leave"))
+        file = ordered["file"]
         told = time.monotonic()
         client.progress(f"training step {step + 1}")
         data = read_step(
@@ -139,7 +144,7 @@ def _train(
         waited_s = told - ended - sum(saving.values())
         metrics.update({**saving, names.WAIT_S: waited_s, names.DATA_S: read - told, names.STEP_S: now - ended})
         ended = now
-        answer = {"stop": False, "save": False}
+        answer: dict[str, Any] = {}
         if leader:
             answer = client.call(
                 "trained",
@@ -149,10 +154,9 @@ def _train(
             )
         answer = channel.broadcast(answer)
         if answer["stop"]:
-            break
+            return step, bool(answer.get("leave"))
         if answer["save"]:
             saver.begin(step)
-    return step
 
 
 def _writing_run(config: Config) -> str:
@@ -161,12 +165,12 @@ def _writing_run(config: Config) -> str:
     return load(RunFolder(config.run.replay).config).run.name if replays_files else config.run.name
 
 
-def _next_file(
+def _next_order(
     child: Child, client: ThreadedClient, channel: Channel, weights: WeightsOut, saver: Saver, step: int
-) -> dict[str, Any] | None:
-    """The step file's name, size and checksum, or None where the run ends instead. Every answer of the orchestrator goes to
-    all ranks, so that none waits longer than one poll without a word; a checkpoint that has been written counts after the
-    next one at the latest. Samplers that came meanwhile get the present version."""
+) -> Mapping[str, Any]:
+    """`file`: the step file's name, size and checksum; or `stop` where the run ends instead. Every answer of the orchestrator
+    goes to all ranks, so that none waits longer than one poll without a word; a checkpoint that has been written counts after
+    the next one at the latest. Samplers that came meanwhile get the present version."""
     control = child.config.control
     end = time.monotonic() + control.wait_s
     client.progress(f"waiting for step file {step}")
@@ -176,11 +180,8 @@ def _next_file(
         if dist.get_rank() == 0:
             answer = client.call("next_step", {"step": step}, deadline_s=control.lost_after_s, reason=f"step file {step}")
         told = channel.broadcast(answer)
-        if told["stop"]:
-            return None
-        file: dict[str, Any] | None = told["file"]
-        if file is not None:
-            return file
+        if told["stop"] or told["file"] is not None:
+            return told
         if told.get("send"):
             weights.publish(step - 1)
             client.progress(f"waiting for step file {step}")
@@ -189,14 +190,12 @@ def _next_file(
 
 
 def _export(child: Child, client: ThreadedClient, engine: Engine, step: int) -> None:
-    """Write version `step`, the last, as a Hugging Face folder; with that the trainer is done."""
+    """Write version `step`, the last, as a Hugging Face folder."""
     client.progress(f"exporting version {step}")
     if shares_weights():
         weights = export_weights(engine.chunks, engine.config)  # gathered by all of these ranks
         if dist.get_rank() == 0:
             write_folder(child.run.export, weights, child.run.model, child.config.train.dtype)
-            wait_s = child.config.control.wait_s
-            client.call("exported", {"step": step}, deadline_s=wait_s, reason=f"export of version {step}")
         else:
             for _ in weights:
                 pass

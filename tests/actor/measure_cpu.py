@@ -66,7 +66,6 @@ async def serve(pipe) -> None:
                 await finished.wait()
             return {
                 "leases": leases,
-                "verifier": None,
                 "stop": not leases,
             }
 
@@ -86,7 +85,10 @@ async def serve(pipe) -> None:
                 await finished.wait()
             return {"samplers": [[0, sampler.url]]}
 
-        handlers = {"lease": lease, "rollouts": rollouts, "wanted": wanted, "samplers": samplers}
+        async def verifier(member, body):
+            await finished.wait()
+
+        handlers = {"verifier": verifier, "lease": lease, "rollouts": rollouts, "wanted": wanted, "samplers": samplers}
         server = ControlServer(TOKEN, handlers, on_join=print, on_fail=print)
         pipe.send(await server.start("127.0.0.1"))
         await asyncio.to_thread(pipe.recv)

@@ -46,6 +46,7 @@ class Orchestrator:
         self.samplers = []
         self.wanted_groups = wanted
         self.discarded = []
+        self.verifier_url = None
         self.stop = False
         self.working = None  # the actor's task
         self.bell = Bell()
@@ -55,7 +56,7 @@ class Orchestrator:
         await self.bell.until(lambda: self.leases or self.stop, 5.0)
         taken, self.leases = self.leases[: body["groups"]], self.leases[body["groups"] :]
         leases = [asdict(lease) for lease in taken]
-        return {"leases": leases, "verifier": None, "stop": self.stop}
+        return {"leases": leases, "stop": self.stop}
 
     async def samplers_that_serve(self, member, body):
         def serving():
@@ -63,6 +64,10 @@ class Orchestrator:
 
         await self.bell.until(lambda: serving() != body["known"] or self.stop, 5.0)
         return {"samplers": serving()}
+
+    async def verifier(self, member, body):
+        await self.bell.until(lambda: self.verifier_url != body["known"] or self.stop, 5.0)
+        return {"url": self.verifier_url}
 
     async def wanted(self, member, body):
         await self.bell.until(lambda: self.wanted_groups != body["known"] or self.stop, 5.0)
@@ -115,7 +120,7 @@ async def actor_at_work(run, *samplers, tasks=None, enough=None, streams=None, w
     end."""
     orchestrator = Orchestrator(wanted)
     orchestrator.samplers = list(samplers)
-    calls = ("lease", "wanted", "rollouts", "group_failed", "evaluation", "discard")
+    calls = ("lease", "verifier", "wanted", "rollouts", "group_failed", "evaluation", "discard")
     handlers = {name: getattr(orchestrator, name) for name in calls} | {"samplers": orchestrator.samplers_that_serve}
     server = ControlServer(TOKEN, handlers, on_join=lambda member: None, on_fail=lambda *_: None)
     url = await server.start("127.0.0.1")

@@ -48,22 +48,21 @@ class World:
         self.dispatcher.committed(Version(0, 0))
         self.bell = Bell()
         self.sampler_url = ""
-        self.rollouts = RolloutDesk(
-            self.dispatcher, self._record, self.bell, facts=self._facts, on_evaluation=lambda evaluation, body: None
-        )
+        self.rollouts = RolloutDesk(self.dispatcher, self._record, self.bell, on_evaluation=lambda evaluation, body: None)
         self.rollouts.open = True
         self.steps = StepDesk(
             self.dispatcher, self.rollouts, self._record, self.bell, trained=0, forks={}, lineage=0, waiting=(),
             on_trained=lambda step, train, data: False, save_now=lambda step: False,
         )  # fmt: skip
-        self.handlers = {**self.rollouts.handlers(), **self.steps.handlers(), "samplers": self._samplers}
+        self.handlers = {**self.rollouts.handlers(), **self.steps.handlers()}
+        self.handlers |= {"samplers": self._samplers, "verifier": self._verifier}
         self.files = 0
 
     async def _record(self, events) -> None:
         pass
 
-    def _facts(self):
-        return {"verifier": None}
+    async def _verifier(self, member, body):
+        await asyncio.Event().wait()
 
     async def _samplers(self, member, body):
         if body["known"]:

@@ -1,10 +1,11 @@
 import sys
+from datetime import datetime
 
 import pytest
 
 from prl.cluster.executors import SlurmWatcher, fold_states
 from prl.cluster.run import Output, ProgramError, run
-from prl.cluster.slurm import SlurmError, check_slurm, job_state
+from prl.cluster.slurm import SlurmError, check_slurm, job_state, requeue, why_terminated
 from prl.cluster.split import make_split
 from prl.config.load import replace
 from prl.config.schema import Config
@@ -137,3 +138,41 @@ def test_a_job_that_left_the_queue_is_looked_up_in_the_accounting():
         )
     with pytest.raises(ProgramError, match="Unable to contact"):
         job_state("63", answers(squeue=Output(1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")))
+
+
+# As Slurm 22.05 prints the two components of a heterogeneous job, shortened.
+SHOWN = (
+    "JobId=4 HetJobId=4 HetJobOffset={offset} JobName=het1 JobState={state} Reason=None Dependency=(null) Requeue=1 Restarts=0 "
+    "RunTime=00:04:50 TimeLimit=00:05:00 TimeMin=N/A StartTime=2026-11-29T16:11:29 EndTime={end} Deadline=N/A "
+    "PreemptEligibleTime=2026-11-29T16:11:29 PreemptTime={preempted} SuspendTime=None Command=/home/u/my job=1/x\n"
+)
+LIMIT = "2026-11-29T16:16:29"
+
+
+@pytest.mark.parametrize(
+    ("state", "end", "preempted", "at", "why"),
+    [
+        ("RUNNING", LIMIT, "2026-11-29T16:13:00", "16:13:00", "preempted"),
+        ("PREEMPTED", "2026-11-29T16:13:00", "2026-11-29T16:13:00", "16:13:00", "preempted"),
+        ("TIMEOUT", "2026-11-29T16:16:40", "None", "16:16:40", "time limit"),
+        ("RUNNING", LIMIT, "None", "16:16:29", "time limit"),
+        ("RUNNING", LIMIT, "None", "16:13:00", "cancelled"),  # scancel --signal=TERM
+        ("CANCELLED", "2026-11-29T16:13:00", "None", "16:13:00", "cancelled"),
+        ("RUNNING", "Unknown", "None", "16:13:00", "cancelled"),
+    ],
+)
+def test_why_slurm_ends_a_job(state, end, preempted, at, why):
+    shown = "".join(SHOWN.format(offset=k, state=state, end=end, preempted=preempted) for k in (0, 1))
+    now = datetime.fromisoformat(f"2026-11-29T{at}").timestamp()
+    assert why_terminated("4", now, answers(scontrol=Output(0, shown, ""))) == why
+
+
+def test_a_job_is_put_into_the_queue_by_its_first_components_id():
+    asked = []
+
+    def runner(arguments, **_):
+        asked.append(arguments)
+        return Output(0, "", "")
+
+    requeue("63", runner)
+    assert asked == [["scontrol", "requeue", "63"]]

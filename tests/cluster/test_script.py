@@ -17,7 +17,7 @@ RUN = RunFolder("/data/my runs/one")
 def script(nodes, **cluster):
     config = replace(Config(), run={"name": "my run"}, cluster=cluster)
     command = task_command(RUN.attempt(2) / "submitit", python="/opt/python")
-    return render(config, make_split(config, nodes), task_environment(RUN, 2), command, RUN.logs(2) / "batch.log")
+    return render(config, make_split(config, nodes), task_environment(RUN, 2), command, RUN.logs(2) / "batch.log", 120)
 
 
 def directives(text):
@@ -45,6 +45,7 @@ def test_a_heterogeneous_job():
         "--output='/data/my runs/one/attempt_002/logs/batch.log'",
         "--open-mode=append",
         "--no-requeue",
+        "--signal=USR1@120",
         "--nodes=1",
         *both,
         "hetjob",
@@ -70,6 +71,7 @@ def test_a_plain_job():
         "--output='/data/my runs/one/attempt_002/logs/batch.log'",
         "--open-mode=append",
         "--no-requeue",
+        "--signal=USR1@120",
         "--nodes=1",
         "--ntasks-per-node=1",
         "--time=60",

@@ -19,8 +19,11 @@ from prl.control.server import ControlServer
 async def children(member, body):
     plan = {"role": "sleeper", "index": 0, "node": 1, "devices": [], "serves": False}
     return {"children": [{**plan, "environment": {"PYTHONPATH": sys.argv[1], "PYTHONSAFEPATH": "1"}}]}
+async def orders(member, body):
+    await asyncio.sleep(600)
 async def main():
-    server = ControlServer("token", {"children": children}, on_join=lambda m: None, on_fail=lambda m, e, t: None)
+    handlers = {"children": children, "orders": orders}
+    server = ControlServer("token", handlers, on_join=lambda m: None, on_fail=lambda m, e, t: None)
     print(await server.start("127.0.0.1"), flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())

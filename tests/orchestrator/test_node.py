@@ -2,10 +2,12 @@
 and kills what that has given up."""
 
 import asyncio
+from pathlib import Path
 
 import psutil
 import pytest
 
+import prl.control.child
 from prl.control.options import ControlOptions
 from prl.control.server import Bell, ControlServer
 from prl.orchestrator.node import run_agent
@@ -18,7 +20,7 @@ class Orchestrator:
     """Grants so many restarts and notes what it hears."""
 
     def __init__(self, stub, restarts):
-        self.restarts, self.ended, self.to_end, self.bell = restarts, [], [], Bell()
+        self.restarts, self.ended, self.to_end, self.dumps, self.bell = restarts, [], [], 0, Bell()
         self.environment = {"PYTHONPATH": str(stub), "PYTHONSAFEPATH": "1"}
         handlers = {name: getattr(self, name) for name in ("children", "child_ended", "orders", "node_done")}
         self.server = ControlServer("token", handlers, on_join=lambda m: None, on_fail=lambda m, e, t: self.ended.append(e))
@@ -36,8 +38,8 @@ class Orchestrator:
         def new():
             return [entry for entry in self.to_end if entry not in body["known"]]
 
-        await self.bell.until(lambda: bool(new()) or self.server.stopping, 5)
-        return {"end": new()}
+        await self.bell.until(lambda: bool(new()) or self.dumps > body["dumps"] or self.server.stopping, 5)
+        return {"end": new(), "dumps": self.dumps}
 
     async def node_done(self, member, body):
         self.ended.append("node done")
@@ -74,7 +76,7 @@ def test_a_sampler_that_died_is_started_again_and_one_that_was_given_up_is_kille
         other, _ = await started(run, 1, 0)
         psutil.Process(first).kill()
         second, _ = await started(run, 0, 1)
-        orchestrator.to_end = [[0, 0], [1, 0]]  # of sampler 0 a process that is gone already
+        orchestrator.to_end = [["sampler 0", 0], ["sampler 1", 0]]  # of sampler 0 a process that is gone already
         orchestrator.bell.ring()
         third, _ = await started(run, 1, 1)
         assert not psutil.pid_exists(other)
@@ -91,6 +93,50 @@ def test_a_sampler_that_died_is_started_again_and_one_that_was_given_up_is_kille
         assert not psutil.pid_exists(second)
         killed = [(f"sampler {index}", f"sampler {index} was ended by SIGKILL") for index in (0, 1, 1)]
         assert orchestrator.ended == [*killed, "node done"]
+        await orchestrator.server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+LISTENER = """
+import os, time
+from prl.control.child import dump_stacks_when_asked
+print(os.getpid(), os.environ["PRL_PORT"], flush=True)
+def waiting_for_nothing():
+    time.sleep(600)
+if os.environ["PRL_INDEX"] == "0":
+    dump_stacks_when_asked()
+    print("listens", flush=True)
+waiting_for_nothing()
+"""
+
+
+def test_children_that_listen_write_their_stacks_into_their_logs_and_the_others_live_on(run, tmp_path):
+    (tmp_path / "stub/prl/sampler.py").write_text(LISTENER)
+    package = Path(prl.control.child.__file__).parents[1]
+    for name in ("control", "config", "runfolder"):
+        (tmp_path / "stub/prl" / name).symlink_to(package / name)
+
+    async def main():
+        orchestrator = Orchestrator(tmp_path / "stub", restarts=0)
+        url = await orchestrator.server.start("127.0.0.1")
+        options = ControlOptions(heartbeat_s=0.1, stop_s=0.2)
+        agent = asyncio.create_task(run_agent(run, 1, 1, "127.0.0.1", url, "token", options))
+        listener, deaf = [await started(run, index, 0) for index in (0, 1)]
+        log = run.logs(1) / "sampler-0.log"
+        for words in ("listens", "in waiting_for_nothing"):
+            async with asyncio.timeout(20):
+                while words not in log.read_text():  # noqa: ASYNC110 (written by another process)
+                    await asyncio.sleep(0.02)
+            orchestrator.dumps = 1
+            orchestrator.bell.ring()
+        assert log.read_text().count("most recent call first") >= 1
+        assert psutil.pid_exists(listener[0])
+        assert psutil.pid_exists(deaf[0])
+        assert orchestrator.ended == []
+        orchestrator.server.stopping = True
+        orchestrator.bell.ring()
+        await asyncio.wait_for(agent, 20)
         await orchestrator.server.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -6,14 +6,41 @@ import time
 
 import pytest
 
-from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, child_cause, conclude
+from prl.flow.ending import Decision
+from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, Ending, child_cause, conclude
 from prl.runfolder.outcome import read_outcome, reserve
+from prl.runfolder.publish import in_words
 
 LOST_PEER = Cause("trainer 0: connection reset by peer", "trainer", REPORTED)
 DEATH = Cause("trainer 1 was ended by SIGKILL", "trainer", KILLED)
 SILENCE = Cause("sampler 0 was silent", "sampler", ENDED)
-TERM = Cause("cancelled by SIGTERM", None, CANCEL)
+TERM = Cause("cancelled by SIGTERM", None, CANCEL, reason="cancelled")
+TRAINED = Ending("all steps trained")
 NO_START = Cause("agent 2: no such interpreter", "agent", AGENT, "Traceback ...")
+
+
+def stop(reason):
+    return Decision("stop", reason)
+
+
+@pytest.mark.parametrize(
+    ("causes", "ending", "reason", "outcome", "code"),
+    [
+        ([], TRAINED, "done", "done", 0),
+        ([], Ending("asked to stop by control/STOP", "stopped"), "stopped", "done", 0),
+        ([], Ending("warned by SIGUSR1", "time limit"), "time limit", "left", 75),
+        ([], Ending("asked to leave", "preempted"), "preempted", "left", 75),
+        ([TERM], TRAINED, "cancelled", "cancelled", 130),
+        ([DEATH], TRAINED, "error", "failed", 1),
+        ([Cause("node 3 was silent", "agent", ENDED, reason="node failure")], TRAINED, "node failure", "failed", 1),
+        ([Cause("trainer 0: OutOfMemoryError: CUDA", "trainer", REPORTED)], TRAINED, "out of memory", "failed", 1),
+        ([Cause(in_words(OSError(28, "No space left on device")), None, REPORTED)], TRAINED, "quota", "failed", 1),
+    ],
+)
+def test_the_reason_is_one_of_the_table_of_what_follows(causes, ending, reason, outcome, code):
+    ended = conclude(causes, ending, 7, time.time(), lambda why: Decision("requeue", f"it was {why}"))
+    assert (ended.reason, ended.outcome, ended.code) == (reason, outcome, code)
+    assert (ended.next, ended.next_words) == ("requeue", f"it was {reason}")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +55,7 @@ NO_START = Cause("agent 2: no such interpreter", "agent", AGENT, "Traceback ..."
     ],
 )
 def test_the_cause_that_explains_the_others_wins(tmp_path, causes, cause, outcome, code):
-    ended = conclude(causes, "all steps trained", 7, time.time())
+    ended = conclude(causes, TRAINED, 7, time.time(), stop)
     assert (ended.cause, ended.outcome, ended.code, ended.steps) == (cause, outcome, code, 7)
     ended.write(tmp_path / "exit.json")
     written = json.loads((tmp_path / "exit.json").read_text())
@@ -42,7 +69,7 @@ def test_the_cause_that_explains_the_others_wins(tmp_path, causes, cause, outcom
 )
 def test_a_cause_is_one_line_with_the_end_of_a_log_that_may_explain_it_beside(tmp_path, code, log, log_end):
     body = {"child": "sampler 0", "code": code, "words": "how it ended", "log": "logs/sampler-0.log", "log_end": log}
-    conclude([child_cause(body)], "", 3, time.time()).write(tmp_path / "exit.json")
+    conclude([child_cause(body)], TRAINED, 3, time.time(), stop).write(tmp_path / "exit.json")
     ended = read_outcome(tmp_path / "exit.json")
     assert (ended.cause, ended.role, ended.log_end, ended.detail) == ("how it ended", "sampler", log_end, "")
 
@@ -60,7 +87,7 @@ def test_there_is_room_for_the_outcome_on_a_full_filesystem(tmp_path):
         if mounted:
             with pytest.raises(OSError, match="No space left"):
                 (folder / "filler").write_bytes(bytes(2 * 2**20))
-        conclude([DEATH], "", 3, time.time()).write(folder / "exit.json")
+        conclude([DEATH], TRAINED, 3, time.time(), stop).write(folder / "exit.json")
         assert json.loads((folder / "exit.json").read_text())["cause"] == DEATH.words
         assert not (folder / ".reserve").exists()
     finally:

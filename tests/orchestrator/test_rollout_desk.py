@@ -38,7 +38,7 @@ class Desks:
         self.bell = Bell()
         self.rollouts = RolloutDesk(
             self.dispatcher, self.record, self.bell,
-            facts=dict, on_evaluation=lambda evaluation, body: None, clock=self.clock,
+            on_evaluation=lambda evaluation, body: None, clock=self.clock,
         )  # fmt: skip
         self.rollouts.open = True
         self.steps = StepDesk(

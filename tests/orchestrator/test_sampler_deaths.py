@@ -53,7 +53,15 @@ class Rig:
 
     async def dies(self, index, code=-9):
         words = f"sampler {index} was ended by SIGKILL" if code < 0 else f"sampler {index} ended with code {code}"
-        body = {"child": f"sampler {index}", "code": code, "words": words, "log": "its.log", "tail": "", "log_end": ""}
+        body = {
+            "child": f"sampler {index}",
+            "start": 0,
+            "code": code,
+            "words": words,
+            "log": "its.log",
+            "tail": "",
+            "log_end": "",
+        }
         answer = await self.agent.call("child_ended", body, deadline_s=5, reason="test")
         return answer.get("restart_after_s")
 

@@ -121,7 +121,6 @@ def test_the_first_offer_waits_for_the_samplers():
     async def main():
         desk = ReplicaDesk(
             Membership(MembershipSettings(1, 0, 1.0, 1.0)),
-            {0: 0},
             tell=lambda *_: asyncio.sleep(0),
             on_change=lambda words: None,
         )

@@ -77,7 +77,6 @@ class Rig:
         self.membership = Membership(self.settings)
         self.desk = ReplicaDesk(
             self.membership,
-            {0: 0, 1: 0, 2: 1},
             tell=lambda replica, reason: self.calls.tell_fenced(replica, reason),
             on_change=self.words.append,
         )

@@ -66,7 +66,7 @@ class World:
         self.metrics: list[dict] = []
         record = LedgerDesk(self.ledger.append).record
         bell = Bell()
-        self.rollouts = RolloutDesk(self.dispatcher, record, bell, facts=dict, on_evaluation=lambda e, body: None)
+        self.rollouts = RolloutDesk(self.dispatcher, record, bell, on_evaluation=lambda e, body: None)
         self.rollouts.open = True
         self.steps = StepDesk(
             self.dispatcher, self.rollouts, record, bell, trained=0, forks={}, lineage=0, waiting=(),

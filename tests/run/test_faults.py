@@ -1,5 +1,5 @@
-"""A child that dies ends the run quickly, with its cause on the terminal, in exit.json and as the exit code; a resume goes on
-from the last checkpoint and loses nothing. Samplers that die or stand still are done without and started again."""
+"""A trainer rank that dies ends the run quickly, with its cause on the terminal, in exit.json and as the exit code, and a
+resume goes on from the last checkpoint and loses nothing. Whatever else dies is started again, and the run goes on."""
 
 import itertools
 import json
@@ -26,8 +26,11 @@ def children_of(pid: int, folder: RunFolder) -> dict[str, psutil.Process]:
     """The run's child processes by their role and index."""
     found = {}
     for process in psutil.Process(pid).children(recursive=True):
-        environment = process.environ()
-        line = process.cmdline()
+        try:
+            environment = process.environ()
+            line = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue  # has ended meanwhile
         if environment.get("PRL_RUN") == str(folder) and "PRL_ROLE" in environment and line[1:2] == ["-m"]:
             found.setdefault(f"{environment['PRL_ROLE']} {environment['PRL_INDEX']}", process)
     return found
@@ -71,14 +74,14 @@ def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> 
     "victim",
     [
         "trainer 1",
-        *(pytest.param(v, marks=pytest.mark.slow) for v in ("trainer 0", "sampler 0", "preprocess 0", "actor 0", "verifier 0")),
+        *(pytest.param(v, marks=pytest.mark.slow) for v in ("trainer 0", "sampler 0", "actor 0")),
     ],
 )
 @pytest.mark.deadline(600)
 def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tmp_path, start, victim):
     folder = RunFolder(tmp_path / "run")
     transport = "lanes" if victim == "trainer 1" else "gather"  # by lanes it is one of those that send
-    lasting = ("streams.keep=needed", "sample.restarts=0", f"weights.transport={transport}")
+    lasting = ("streams.keep=needed", "sample.restarts=0", "control.restarts=0", f"weights.transport={transport}")
     process = start(folder, "train.checkpoint_every_steps=3", *lasting)
     wait_for_steps(process, folder, 3)
     wait_for_steps(process, folder, wait_for_checkpoint(process, folder) + 1)
@@ -126,6 +129,56 @@ def check_first_version(resumed: Ended, checkpoint: int) -> None:
     versions = {span.version for turn in turns for span in turn.versions}
     assert {version.lineage for version in versions} == {1}
     assert min(version.step for version in versions) >= checkpoint
+
+
+def wait_for_process(folder: RunFolder, pid: int, name: str, *, other_than: int) -> psutil.Process:
+    """The next process of a child, once it is there."""
+    end = time.monotonic() + 60
+    while True:
+        found = children_of(pid, folder).get(name)
+        if found is not None and found.pid != other_than:
+            return found
+        assert time.monotonic() < end, f"{name} is not there again"
+        time.sleep(0.1)
+
+
+def restarts(folder: RunFolder) -> list[str]:
+    return [event.labels["event"] for event in Ended(folder, 0, "").events("processes")]
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(600)
+def test_actors_verifier_and_preprocessor_that_are_killed_or_stand_still_are_started_again(tmp_path, start):
+    """Each is killed at any moment of its work, the preprocessor several times; nothing is lost, and nothing trained twice."""
+    folder = RunFolder(tmp_path / "run")
+    steady = ("control.restart_pause_s=0.2", "control.lost_after_s=15", "actor.processes=2", "run.order=dispatch")
+    process = start(folder, "run.steps=100000", *steady, "control.restarts=5")
+    wait_for_steps(process, folder, 3)
+    blows = [
+        ("preprocess 0", signal.SIGKILL), ("actor 0", signal.SIGKILL), ("verifier 0", signal.SIGKILL),
+        ("preprocess 0", signal.SIGKILL), ("preprocess 0", signal.SIGSTOP), ("actor 1", signal.SIGSTOP),
+        ("preprocess 0", signal.SIGKILL),
+    ]  # fmt: skip
+    for victim, blow in blows:
+        before = Ended(folder, 0, "").events("step")[-1].step
+        struck = children_of(process.pid, folder)[victim]
+        struck.send_signal(blow)
+        wait_for_process(folder, process.pid, victim, other_than=struck.pid)
+        wait_for_steps(process, folder, before + 6)
+    folder.stop.touch()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    result = audit(folder.path)
+    assert result.passed, render(result)
+    assert result.ended == "done"
+    assert result.issued_again["actor 0 lost"] > 0
+    told = restarts(folder)
+    for victim, blow in blows:
+        how = "was ended by SIGKILL" if blow == signal.SIGKILL else "was silent for 15 s"
+        assert any(words.startswith(victim) and how in words for words in told), told
+        assert f"{victim} is there again" in told
+    steps = [event.step for event in Ended(folder, 0, "").events("step")]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def wait_for_samplers(process: subprocess.Popen, folder: RunFolder, condition: Callable[[Event], bool]) -> Event:
@@ -263,6 +316,54 @@ def test_a_killed_orchestrator_leaves_nothing_behind(tmp_path, start):
     assert time.monotonic() - killed < 10
     process.communicate(timeout=60)
     assert process.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(600)
+def test_a_run_saves_when_it_is_asked_to_and_when_it_is_warned_and_goes_on_from_there(tmp_path, start):
+    folder = RunFolder(tmp_path / "run")
+    process = start(folder, "run.steps=100000", "train.checkpoint_every_steps=0")
+    wait_for_steps(process, folder, 2)
+    assert not folder.manifests()
+    folder.save.touch()
+    saved = wait_for_checkpoint(process, folder)
+    assert not folder.save.exists()
+    wait_for_steps(process, folder, saved + 2)
+    children = children_of(process.pid, folder)
+    psutil.Process(children["actor 0"].ppid()).send_signal(signal.SIGUSR1)  # rank 0
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert not [name for name, child in children.items() if child.is_running()]
+    left = json.loads(folder.exit(1).read_text())
+    words = "warned by SIGUSR1: the time limit is near"
+    assert (left["outcome"], left["reason"], left["cause"], left["next"]) == ("left", "time limit", words, "stop")
+    assert [step for step, _ in folder.manifests()] == [saved, left["steps"]]
+    assert not folder.export.exists()  # the end of the run does that
+    steps = left["steps"] + 3
+    resumed = submit(folder.path, "--resume", folder.path, "--set", f"run.steps={steps}")
+    assert resumed.code == 0, resumed.logs()
+    assert [event.step for event in resumed.events("step")] == list(range(1, steps + 1))  # none was trained twice
+    result = audit(folder.path)
+    assert result.passed, render(result)
+    assert (result.ended, result.trained_again) == ("done", 0)
+    assert resumed.exit["reason"] == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(360)
+def test_a_run_in_which_nothing_goes_on_ends_with_the_name_of_who_is_waited_for_and_stacks(tmp_path, start):
+    folder = RunFolder(tmp_path / "run")
+    process = start(folder, "run.steps=100000", "control.no_progress_s=20", "control.lost_after_s=300")
+    wait_for_steps(process, folder, 2)
+    children_of(process.pid, folder)["trainer 1"].suspend()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    ended = json.loads(folder.exit(1).read_text())
+    assert ended["cause"].startswith(f"no progress for 20 s at step {ended['steps'] + 1}: waited for trainer, which has a step")
+    assert (ended["role"], ended["reason"], ended["next"]) == ("trainer", "error", "stop")
+    for name in ("trainer-0", "preprocess-0", "actor-0", "sampler-0", "verifier-0"):
+        assert "most recent call first" in (folder.logs(1) / f"{name}.log").read_text(), name
+    assert "train_step" in (folder.logs(1) / "trainer-0.log").read_text()
 
 
 @pytest.mark.slow

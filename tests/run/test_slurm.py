@@ -3,10 +3,12 @@
 import json
 import statistics
 import subprocess
+import time
 
 import pytest
-from whole_runs import submit
+from whole_runs import ROOT, Ended, command, submit
 
+from prl.report.audit import audit, render
 from prl.runfolder.paths import RunFolder
 
 pytestmark = [pytest.mark.slurm, pytest.mark.deadline(600)]
@@ -82,3 +84,71 @@ def test_one_node_is_a_plain_job_that_does_everything(tmp_path):
     assert job["kind"] == "plain"
     assert sacct(job["job_id"]) == {job["job_id"]: ("COMPLETED", 1)}
     assert ended.exit["steps"] == 4
+
+
+def steps_of(folder):
+    """(attempt, step) of all steps so far, of a run that may go on."""
+    return [(event.attempt, event.step) for event in Ended(folder, 0, "").events("step")]
+
+
+def wait_until(condition, deadline_s, what):
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {deadline_s} s for {what}"
+        time.sleep(0.5)
+
+
+def outcome(folder, attempt):
+    path = folder.exit(attempt)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+@pytest.fixture
+def submitted(tmp_path):
+    """Submits a run without following it: its folder and the job's id. The job does not outlive the test."""
+    jobs = []
+
+    def start(*overrides):
+        folder = RunFolder(tmp_path / "run")
+        where = ["--set", "run.stop_at_reward=null", "run.evaluate_every_steps=0", *overrides]
+        subprocess.run(command("configs/quickstart.yaml", "--nodes", "3", *where, folder=folder.path), cwd=ROOT, check=True)
+        jobs.append(json.loads((folder.attempt(1) / "submission.json").read_text())["job_id"])
+        return folder, jobs[-1]
+
+    yield start
+    for job in jobs:
+        subprocess.run(["scancel", job], check=False, timeout=30)
+
+
+def test_a_job_that_is_warned_saves_and_is_queued_again_as_the_next_attempt(submitted):
+    folder, job = submitted("run.steps=100000", "cluster.requeue=true", "train.checkpoint_every_steps=0")
+    wait_until(lambda: len(steps_of(folder)) >= 3, 240, "three steps")
+    subprocess.run(["scancel", "--signal=USR1", job], check=True, timeout=30)  # to all tasks of the step, as Slurm's warning
+    wait_until(lambda: outcome(folder, 1), 60, "the end of the first attempt")
+    left = outcome(folder, 1)
+    assert (left["outcome"], left["reason"], left["next"]) == ("left", "time limit", "requeue")
+    assert [step for step, _ in folder.manifests()] == [left["steps"]]
+    wait_until(lambda: (2, left["steps"] + 2) in steps_of(folder), 400, "steps of the second attempt")
+    assert folder.latest.readlink().name == "attempt_002"
+    folder.stop.touch()
+    wait_until(lambda: outcome(folder, 2), 90, "the end of the second attempt")
+    assert outcome(folder, 2)["reason"] == "stopped"
+    result = audit(folder.path)
+    assert result.passed, render(result)
+    assert result.trained_again == 0
+
+
+def test_a_time_limit_that_is_near_is_noticed_by_slurms_own_warning(submitted):
+    folder, _ = submitted("run.steps=100000", "cluster.time_min=3", "cluster.warning_s=60", "train.checkpoint_every_steps=0")
+    wait_until(lambda: outcome(folder, 1), 240, "the end before the time limit")
+    left = outcome(folder, 1)
+    assert (left["outcome"], left["reason"], left["next"]) == ("left", "time limit", "stop")
+    assert [step for step, _ in folder.manifests()] == [left["steps"]]
+
+
+def test_a_cancelled_job_is_told_from_one_that_is_over_its_time(submitted):
+    folder, job = submitted("run.steps=100000")
+    wait_until(lambda: steps_of(folder), 240, "a step")
+    subprocess.run(["scancel", job], check=True, timeout=30)
+    wait_until(lambda: outcome(folder, 1), 60, "the end")
+    assert (outcome(folder, 1)["outcome"], outcome(folder, 1)["reason"]) == ("cancelled", "cancelled")

@@ -79,7 +79,7 @@ class Run:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     data: dict[int, dict[str, float]] = field(default_factory=dict)
     checkpoints: list[int] = field(default_factory=list)
-    exported: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
     has_samplers: bool = True
@@ -241,8 +241,8 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
     async def resume(member, body):
         return {"checkpoint": str(run.folder.checkpoint(2))}
 
-    async def exported(member, body):
-        run.exported.append(body["step"])
+    async def finished(member, body):
+        run.finished.append(body["step"])
         return {}
 
     handlers = {
@@ -253,7 +253,7 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         "next_step": next_step,
         "trained": trained,
         "checkpoint": checkpoint,
-        "exported": exported,
+        "finished": finished,
         "resume": resume,
     }
     server = ControlServer(
@@ -311,7 +311,7 @@ def test_a_run_from_its_start_to_its_export(run, results):
     assert run.data == {step: {"reward_mean": step / 4} for step in (1, 2, 3)}  # of the step files, for the run's metrics
 
     assert run.checkpoints == [2, 3]
-    assert run.exported == [3]
+    assert run.finished == [3]
     exported = load_file(run.folder.export / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in run.versions["0:3"].items())
     assert json.loads((run.folder.export / "config.json").read_text())["model_type"] == "qwen3"
@@ -374,4 +374,4 @@ def test_a_run_without_samplers_trains_from_another_runs_step_files(run, results
     expected = results[RANKS, "step_reference"]
     for step in (1, 2):
         assert replayed.metrics[step]["train/loss"] == pytest.approx(float(expected[f"{step}:train/loss"]), abs=1e-6)
-    assert replayed.checkpoints == replayed.exported == [2]
+    assert replayed.checkpoints == replayed.finished == [2]

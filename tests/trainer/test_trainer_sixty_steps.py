@@ -140,7 +140,7 @@ async def attempt(
         "trained": trained,
         "checkpoint": checkpoint,
         "checkpoint_failed": checkpoint_failed,
-        "exported": nothing,
+        "finished": nothing,
     }
     server = ControlServer(
         run.folder.token.read_text(),
