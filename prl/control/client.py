@@ -105,7 +105,7 @@ class ControlClient:
         self, session: aiohttp.ClientSession, name: str, body: Mapping[str, Any], limit_s: float, reason: str
     ) -> dict[str, Any]:
         """One try. Raises one of _NO_ANSWER, or ControlError where the call was refused."""
-        full = {**self._who, **body}
+        full = {**body, **self._who}
         no_limit = aiohttp.ClientTimeout(total=None)  # but the one that can be shortened
         async with asyncio.timeout(limit_s) as limit:
             self._open.add(limit)

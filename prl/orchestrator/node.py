@@ -155,7 +155,7 @@ async def _report(client: ControlClient, child: RunningChild) -> float | None:
     """The pause after which it is to be started again, in seconds; None: not at all."""
     body = {
         "child": child.plan.name,
-        "start": child.start,
+        "number": child.start,
         "code": child.process.returncode,
         "words": how_it_ended(child),
         "log": str(child.log),

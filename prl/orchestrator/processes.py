@@ -114,7 +114,7 @@ class ProcessDesk:
     async def _child_ended(self, member: Member, body: Mapping[str, Any]) -> Answer:
         code, child = int(body["code"]), str(body["child"])
         role, index = child.split()[0], int(child.split()[1])
-        self._server.forget(role, index, int(body["start"]))
+        self._server.forget(role, index, int(body["number"]))
         if self._causes.closed:
             return {}
         if role == "actor":

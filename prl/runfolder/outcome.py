@@ -51,9 +51,16 @@ def _reserve_of(path: Path) -> Path:
 
 
 def steps_before(run: RunFolder, attempt: int) -> list[int]:
-    """The last step that each attempt before this one trained, 0 where it could not say so."""
-    found = [read_outcome(run.exit(number)) for number in run.attempts() if number < attempt]
-    return [0 if outcome is None else outcome.steps or 0 for outcome in found]
+    """The last step that each attempt before this one trained, 0 where it does not say so."""
+
+    def steps(number: int) -> int:
+        try:
+            outcome = read_outcome(run.exit(number))
+        except OutcomeError:
+            return 0
+        return 0 if outcome is None else outcome.steps or 0
+
+    return [steps(number) for number in run.attempts() if number < attempt]
 
 
 def read_outcome(path: Path) -> Outcome | None:

@@ -8,7 +8,8 @@ import pytest
 
 from prl.flow.ending import Decision
 from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, Ending, child_cause, conclude
-from prl.runfolder.outcome import read_outcome, reserve
+from prl.runfolder.outcome import read_outcome, reserve, steps_before
+from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import in_words
 
 LOST_PEER = Cause("trainer 0: connection reset by peer", "trainer", REPORTED)
@@ -93,3 +94,14 @@ def test_there_is_room_for_the_outcome_on_a_full_filesystem(tmp_path):
     finally:
         if mounted:
             subprocess.run(["umount", folder], check=True, timeout=30)
+
+
+def test_what_earlier_attempts_trained_is_read_from_their_outcomes(tmp_path):
+    run = RunFolder(tmp_path)
+    for number in (1, 2, 3, 4):
+        run.attempt(number).mkdir()
+    conclude([DEATH], TRAINED, 5, time.time(), stop).write(run.exit(1))
+    run.exit(3).write_text("{torn")  # the second was killed before it could say anything
+    conclude([], TRAINED, 9, time.time(), stop).write(run.exit(4))
+    assert steps_before(run, 5) == [5, 0, 0, 9]
+    assert steps_before(run, 2) == [5]

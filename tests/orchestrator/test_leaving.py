@@ -1,0 +1,77 @@
+"""A run whose nodes are taken away saves after the step in hand and ends; SAVE has a step saved."""
+
+import pytest
+from process_rig import Rig, run
+
+from prl.flow.events import to_rows
+from prl.runfolder.outcome import read_outcome
+
+WARNED = "warned by SIGUSR1: the time limit is near"
+
+
+async def make_steps(rig: Rig, count: int) -> None:
+    """Step files of all groups that the first steps need."""
+    for step in range(1, count + 1):
+        groups = await rig.lease("actor 0", 2)
+        body = {"path": f"f{step}", "bytes": 100, "checksum": "", "writer": "w", "sequence": step}
+        body["groups"] = [{"group": group, "issue": issue, "rollouts": 2} for group, issue in groups]
+        await rig.ask("actor 0", "rollouts", body)
+        trained = to_rows(event.rollout for event in rig.ledger() if (event.rollout.group, 0) in groups)
+        file = {"step": step, "path": "step", "bytes": 1, "checksum": "", "trained": trained, "discarded": [], "metrics": {}}
+        await rig.ask("preprocess 0", "step_file", file)
+
+
+def trained(rig: Rig, step: int):
+    return rig.ask("trainer 0", "trained", {"step": step, "metrics": {}, "data": {}})
+
+
+def test_the_trainer_is_told_at_the_end_of_its_step_to_save_and_not_to_export(tmp_path):
+    async def scenario(rig):
+        await rig.come("trainer 0", 0)
+        await make_steps(rig, 1)
+        rig.orchestrator.leave(WARNED, "time limit")
+        assert await trained(rig, 1) == {"stop": True, "leave": True, "save": False}
+        order = await rig.ask("trainer 0", "next_step", {"step": 2})  # also where it waits
+        assert (order["file"], order["stop"], order["leave"]) == (None, True, True)
+        assert await rig.dies("actor 0") is None  # nobody is needed any more
+        assert await rig.dies("preprocess 1") is None
+
+    run(tmp_path / "run", scenario)
+    ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
+    assert (ended.outcome, ended.reason, ended.cause, ended.steps, ended.next) == ("left", "time limit", WARNED, 1, "stop")
+
+
+def test_a_run_whose_last_step_is_in_hand_ends_as_if_nobody_had_warned_it(tmp_path):
+    async def scenario(rig):
+        await rig.come("trainer 0", 0)
+        await make_steps(rig, 2)
+        await trained(rig, 1)
+        rig.orchestrator.leave(WARNED, "time limit")
+        assert await trained(rig, 2) == {"stop": True, "leave": False, "save": False}
+
+    run(tmp_path / "run", scenario)
+    ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
+    assert (ended.outcome, ended.reason, ended.cause) == ("done", "done", "all 2 steps trained")
+
+
+@pytest.mark.parametrize(("reason", "outcome"), [("preempted", "left"), ("time limit", "left")])
+def test_before_rollouts_are_handed_out_there_is_nothing_to_save(tmp_path, reason, outcome):
+    async def scenario(rig):
+        rig.orchestrator._work.rollouts.open = False
+        rig.orchestrator.leave("Slurm ends the job", reason)
+        assert rig.causes[0].reason == reason
+
+    run(tmp_path / "run", scenario)
+    ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
+    assert (ended.outcome, ended.reason, ended.steps) == (outcome, reason, 0)
+
+
+def test_the_step_that_is_trained_next_is_saved_once_after_somebody_asked(tmp_path):
+    async def scenario(rig):
+        await rig.come("trainer 0", 0)
+        await make_steps(rig, 2)
+        rig.orchestrator._work.checkpoints.ask()
+        assert (await trained(rig, 1))["save"]
+        assert not (await trained(rig, 2))["save"]
+
+    run(tmp_path / "run", scenario)
