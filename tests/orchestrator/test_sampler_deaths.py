@@ -55,7 +55,7 @@ class Rig:
         words = f"sampler {index} was ended by SIGKILL" if code < 0 else f"sampler {index} ended with code {code}"
         body = {
             "child": f"sampler {index}",
-            "start": 0,
+            "number": 0,
             "code": code,
             "words": words,
             "log": "its.log",
