@@ -21,7 +21,7 @@ KILL_AFTER_S = 3.0  # between SIGTERM and SIGKILL
 GRACE_LOOK_S = 0.5  # between two looks at how much time is left
 LOG_LINES = 25  # of a child that ended, which may explain why
 USAGE_S = 2.0  # between two looks at what the children use
-ORDERS_S = 600.0  # deadline of a call that the orchestrator answers after half a minute, and that its loss ends
+ORDERS_S = 600.0  # deadline of a call that its loss ends; the orchestrator answers after half a minute, or a ledger's write
 
 Start = Callable[[ChildPlan, int], Awaitable[RunningChild]]
 
@@ -161,7 +161,7 @@ async def _report(client: ControlClient, child: RunningChild) -> float | None:
         "log": str(child.log),
         "log_end": log_end(child.log, LOG_LINES),
     }
-    answer = await client.call("child_ended", body, deadline_s=10.0, reason=f"reporting that {child.plan.name} ended")
+    answer = await client.call("child_ended", body, deadline_s=ORDERS_S, reason=f"reporting that {child.plan.name} ended")
     pause_s: float | None = answer.get("restart_after_s")
     return pause_s
 

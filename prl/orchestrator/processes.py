@@ -120,6 +120,8 @@ class ProcessDesk:
         if role == "actor":
             await self._actor_lost(index)
         if self._done_with(role) and (code == 0 or role != "trainer"):
+            if role == "sampler":
+                self._samplers.desk.fence(index, "died", str(body["words"]))  # whoever sends to it need not wait for it
             return {}
         if child in self._restarts:
             return self._restarted(child, body)

@@ -104,8 +104,9 @@ class Samplers:
         return current is None or current.version.step != step or bool(self.membership.to_send)
 
     async def _offer_version(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        """In conventional mode samplers get the first version and those that end a generation; a replay has none."""
-        if not self._is_sent(int(body["step"])):
+        """In conventional mode samplers get the first version and those that end a generation; a replay has none. A run that
+        leaves its nodes has no time for it."""
+        if self._work().steps.leaving or not self._is_sent(int(body["step"])):
             return {"epoch": int(body["epoch"]), "world_size": 0, "send": False}
         return await self._updater.offer(body, newer_comes=not self._must_arrive(int(body["step"])))
 

@@ -29,6 +29,8 @@ SETTINGS = (
     "train.checkpoint_keep_last=2",
     "metrics.tensorboard=false",
     "streams.keep=needed",
+    "control.restarts=0",
+    "control.restart_pause_s=0.05",
 )
 STEPS = 6  # of an attempt that meets no fault
 DEADLINE_S = 240
@@ -47,9 +49,9 @@ class FaultyRun:
         """The run's first attempt, to its end."""
         self._submit(["configs/quickstart.yaml", "--set", f"run.folder={self.folder}", *SETTINGS, *settings], steps, rules)
 
-    def resume(self, *rules: dict, more: int = STEPS) -> None:
+    def resume(self, *rules: dict, settings: Sequence[str] = (), more: int = STEPS) -> None:
         """Another attempt, for so many steps more than its checkpoint has."""
-        self._submit(["--resume", str(self.folder), "--set"], self.checkpoint + more, rules)
+        self._submit(["--resume", str(self.folder), "--set", *settings], self.checkpoint + more, rules)
 
     @property
     def checkpoint(self) -> int:

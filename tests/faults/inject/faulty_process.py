@@ -4,6 +4,7 @@ Every process of a run appends its first operation of each point to log/<role>-<
 log/fired.jsonl. A rule:
 
     role, index   whose process; roles are prl's packages and "orchestrator"
+    start         the number of its start in the attempt, 0 for the first (default: all)
     fault         see `fault_layer`
     point         what the operation's point has to match, a regular expression
     after_step    only once the step file of this number, or a later one, is there (default 0: from the start)
@@ -28,8 +29,10 @@ def install(module: str) -> None:
     asked = json.loads(os.environ["PRL_FAULTS"])
     role = "orchestrator" if module.startswith("submitit.") else module.removeprefix("prl.")
     index = int(os.environ.get("PRL_INDEX", "0"))
+    start = int(os.environ.get("PRL_START", "0"))
     run = Path(asked["run"])
     rules = [rule for rule in asked["rules"] if (rule["role"], rule.get("index", 0)) == (role, index)]
+    rules = [rule for rule in rules if rule.get("start", start) == start]
     process = FaultyProcess(run, Path(asked["log"]), f"{role}-{index}", rules)
     FaultLayer(run, process.plan, process.fired).__enter__()
 
