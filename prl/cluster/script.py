@@ -70,7 +70,7 @@ def render(config: Config, split: Split, environment: Mapping[str, str], command
     values = {
         "name": shlex.quote(config.run.name),
         "batch_log": shlex.quote(str(batch_log)),
-        "lead_s": str(lead_s),
+        "warning": f"USR1@{lead_s}",
         "requeue": "requeue" if config.cluster.requeue else "no-requeue",
         "setup": "\n".join(config.cluster.setup),
         "exports": "\n".join(exports),

@@ -112,10 +112,14 @@ waiting_for_nothing()
 
 
 def test_children_that_listen_write_their_stacks_into_their_logs_and_the_others_live_on(run, tmp_path):
-    (tmp_path / "stub/prl/sampler.py").write_text(LISTENER)
-    package = Path(prl.control.child.__file__).parents[1]
-    for name in ("control", "config", "runfolder"):
-        (tmp_path / "stub/prl" / name).symlink_to(package / name)
+    package, stub = Path(prl.control.child.__file__).parents[1], tmp_path / "stub/prl"
+    (stub / "sampler.py").unlink()
+    for path in package.iterdir():
+        if path.name not in ("sampler", "__init__.py"):
+            (stub / path.name).symlink_to(path)
+    (stub / "sampler").mkdir()
+    (stub / "sampler/options.py").symlink_to(package / "sampler/options.py")
+    (stub / "sampler/__main__.py").write_text(LISTENER)
 
     async def main():
         orchestrator = Orchestrator(tmp_path / "stub", restarts=0)
