@@ -265,8 +265,8 @@ def begin_requeued(folder: RunFolder, attempt: int, restarts: int) -> None:
     submission writes of one."""
     own, first = folder.attempt(attempt), folder.attempt(attempt - restarts)
     own.mkdir(exist_ok=True)
-    for name in ("config.yaml", "submission.json"):
-        publish(own / name, read_plain(first / name))
+    publish(folder.attempt_config(attempt), read_plain(folder.attempt_config(attempt - restarts)))
+    publish(own / "submission.json", read_plain(first / "submission.json"))
     _point_latest(folder, Path(own.name))
 
 
