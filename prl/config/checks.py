@@ -113,15 +113,10 @@ def _parts(config: Config) -> Iterator[str]:
             f"preprocess.pack_tokens = {config.preprocess.pack_tokens}: an answer of actor.max_tokens = {actor.max_tokens} and "
             f"its prompt do not fit, so that it would be discarded; set at least sample.max_model_len = {sample.max_model_len}"
         )
-    if actor.rollout_s > control.wait_s:
+    if actor.rollout_s > control.no_progress_s:
         yield (
-            f"control.wait_s = {control.wait_s}: a run in which nothing moves for so long fails, but one rollout may take "
-            f"actor.rollout_s = {actor.rollout_s}; set control.wait_s to at least that"
-        )
-    if config.cluster.sbatch.get("requeue"):
-        yield (
-            "cluster.sbatch.requeue = true: a job that Slurm starts again does not go on from its checkpoint in this version; "
-            "leave it out, and go on with prl-submit --resume RUN"
+            f"control.no_progress_s = {control.no_progress_s}: a run in which nothing moves for so long fails, but one rollout "
+            f"may take actor.rollout_s = {actor.rollout_s}; set control.no_progress_s to at least that"
         )
     redis = config.streams.redis
     if config.streams.backend == "redis" and redis.start == bool(redis.url):

@@ -17,11 +17,11 @@ class ControlOptions:
         float, "seconds before the first restart of such a process; doubled with each further one, up to 64-fold", Above(0)
     ] = 1.0
     start_s: Annotated[float, "seconds that every process has to start and join", Above(0)] = 300.0
-    wait_s: Annotated[float, "deadline of a wait for work (a batch, a version, a lease), in seconds", Above(0)] = 600.0
+    wait_s: Annotated[float, "deadline of a wait for work (a batch, a version, a lease), in seconds", Above(0)] = 900.0
     no_progress_s: Annotated[
         float,
         "a run in which for so many seconds no step is trained and no group of rollouts comes back is ended, with the stacks "
         "of its processes in their logs; less than wait_s, whose deadlines do not know who is waited for",
         Above(0),
-    ] = 480.0
+    ] = 600.0
     stop_s: Annotated[float, "seconds that processes have to end by themselves at the end of a run", Above(0)] = 60.0

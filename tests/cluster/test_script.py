@@ -135,6 +135,8 @@ def test_a_line_that_fails_ends_the_script_and_is_told(nodes, setup, line, words
     ("option", "words"),
     [
         ("partition", "cluster.sbatch.partition: has a key of its own, cluster.partition"),
+        ("requeue", "has a key of its own, cluster.requeue"),
+        ("signal", "has a key of its own, cluster.warning_s"),
         ("gpus_per_node", "has a key of its own, cluster.gpus_per_node"),
         ("array", "cluster.sbatch.array: is set by prl-submit"),
         ("output", "cluster.sbatch.output: is set by prl-submit"),

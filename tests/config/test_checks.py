@@ -135,8 +135,11 @@ def test_rewards_that_are_not_compared_need_no_others(good):
             {"lost_after_s": 1.0},
             "control.lost_after_s = 1.0: every process would count as lost between two heartbeats",
         ),
-        ("control", {"wait_s": 599.0}, "control.wait_s = 599.0: a run in which nothing moves for so long fails"),
-        ("cluster", {"sbatch": {"requeue": True}}, "cluster.sbatch.requeue = true: a job that Slurm starts again does not"),
+        (
+            "control",
+            {"no_progress_s": 599.0},
+            "control.no_progress_s = 599.0: a run in which nothing moves for so long fails",
+        ),
         ("preprocess", {"pack_tokens": 5}, "preprocess.pack_tokens = 5: an answer of actor.max_tokens = 5 and its prompt"),
         ("cluster", {"time_min": 0}, "cluster.time_min = 0: must be at least 1"),
         ("cluster", {"gpus_per_node": 500}, "cluster.gpus_per_node = 500: this machine has "),
