@@ -17,9 +17,11 @@ def explain(job: Submission, code: int, cause: str) -> None:
     path = job.run.exit(job.attempt)
     if path.exists():
         return
-    outcome = CANCELLED if code == EXIT_CODES[CANCELLED] else FAILED
+    outcome, reason = (CANCELLED, "cancelled") if code == EXIT_CODES[CANCELLED] else (FAILED, "error")
     try:
-        Outcome(outcome, cause, code=code, steps=0, started=job.submitted, ended=time.time()).write(path)
+        Outcome(outcome, cause, reason, "stop", reason, code=code, steps=0, started=job.submitted, ended=time.time()).write(
+            path
+        )
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         console.tell(_full(job.run.path) if full else f"{path} cannot be written: {error}")
