@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from update_rig import MEETING, OFFER, OPTIONS, REFUSES, run
@@ -15,7 +16,8 @@ from prl.orchestrator.updates import PATIENCE_S, WeightUpdater
 from prl.weights.options import WeightsOptions
 
 
-def test_a_version_is_armed_verified_and_committed_on_all_samplers():
+@pytest.mark.parametrize(("policy", "clear_cache"), [("salted", False), ("recompute", True)])
+def test_a_version_is_armed_verified_and_committed_on_all_samplers(policy, clear_cache):
     async def scenario(rig):
         answer = await rig.offer()
         assert answer == {
@@ -39,12 +41,12 @@ def test_a_version_is_armed_verified_and_committed_on_all_samplers():
         assert rig.committed[0].version == Version(0, 4)
         assert rig.committed[0].values["weights/receive_s"] == pytest.approx(0.2)
         assert rig.committed[0].values["weights/direct_share"] == 0.25
-        assert rig.samplers[0].calls[-1] == ("commit", {"lineage": 0, "step": 4, "digest": "7", "clear_cache": False})
+        assert rig.samplers[0].calls[-1] == ("commit", {"lineage": 0, "step": 4, "digest": "7", "clear_cache": clear_cache})
         assert rig.membership.serving == (0, 1, 2)
         await rig.update(0, 1, 2, step=5)
         assert rig.samplers[0].verbs() == ["connect", "receive", "commit", "receive", "commit"]  # one group for all versions
 
-    run(scenario)
+    run(scenario, options=replace(OPTIONS, prefix_cache=policy))
 
 
 def test_a_difference_is_asked_for_only_of_what_all_have_committed():
