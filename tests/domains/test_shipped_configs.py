@@ -112,7 +112,7 @@ def test_figures_fit_each_other(path):
     assert config.actor.temperature == config.actor.top_p == 1.0  # what training assumes
     assert config.actor.max_tokens < config.sample.max_model_len <= config.preprocess.pack_tokens
     assert config.run.rollouts_per_group <= config.sample.max_num_seqs  # one request a group
-    assert config.actor.request_s <= config.actor.rollout_s <= config.control.wait_s
+    assert config.actor.request_s <= config.actor.rollout_s <= config.control.no_progress_s < config.control.wait_s
     needs_verifier = any(domain.name == "gsm8k" for domain in config.domains)
     assert (config.verifier.processes > 0) == needs_verifier
 
