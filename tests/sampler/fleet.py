@@ -53,7 +53,7 @@ class Fleet:
             environment=os.environ,
         )
         plan = Plan(1, (), tuple(ChildPlan("sampler", index, 0, (), {}) for index in range(count)), 1)
-        steps = SimpleNamespace(finishing=False)  # nothing is trained
+        steps = SimpleNamespace(finishing=False, leaving=False)  # nothing is trained
         work = SimpleNamespace(dispatcher=Dispatcher(dispatcher_settings(config)), steps=steps)
         self._samplers = Samplers(
             run,
