@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from prl.config.bounds import Above, AtLeast, AtMost, Below
+from prl.config.bounds import Above, AtLeast, Below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class ClusterOptions:
         "seconds before the time limit at which Slurm warns the run, which then saves after the step in hand and ends; more "
         "where steps and saves of earlier attempts took longer",
         AtLeast(1),
-        AtMost(65535),
+        Below(65536),
     ] = 120
     requeue: Annotated[
         bool, "have Slurm put the job into the queue again after a time limit, a preemption or the loss of a node"

@@ -104,7 +104,9 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
         return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config)))
     except CancelledEarly as error:
         code, now = EXIT_CODES[CANCELLED], time.time()
-        outcome = Outcome(CANCELLED, str(error), "cancelled", "stop", code=code, steps=0, started=started, ended=now)
+        outcome = Outcome(
+            CANCELLED, str(error), "cancelled", "stop", "cancelled", code=code, steps=0, started=started, ended=now
+        )
         outcome.write(run.exit(attempt))
         return outcome
     except Exception as error:
@@ -113,6 +115,7 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
             f"orchestrator: {in_words(error, run.path)}",
             "error",
             "stop",
+            "error",
             role="orchestrator",
             code=EXIT_CODES[FAILED],
             detail=traceback.format_exc(),
