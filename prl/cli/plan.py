@@ -8,9 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from prl.cli import console
+from prl.cli.cluster_arguments import add_cluster_arguments, with_cluster_arguments
+from prl.cluster.script import site_folder
 from prl.cluster.split import make_split
 from prl.config.checks import check_numbers
-from prl.config.load import ConfigError, load, replace
+from prl.config.load import ConfigError, load
 from prl.config.model_checks import model_of, shape_problems
 from prl.config.paths import current_folder, resolve_paths
 
@@ -18,18 +20,16 @@ from prl.config.paths import current_folder, resolve_paths
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="prl-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="YAML file")
-    parser.add_argument("--nodes", type=int, metavar="N", help="Slurm nodes in all (default: cluster.nodes)")
     parser.add_argument(
         "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="override keys, e.g. cluster.train_nodes=2"
     )
+    add_cluster_arguments(parser)
     console.prepare()
     options = parser.parse_args(arguments)
     try:
         folder = current_folder()
-        config = load(options.config, options.set)
-        if options.nodes is not None:
-            config = replace(config, cluster={"nodes": options.nodes})
-        config = resolve_paths(config, folder)
+        config = load(options.config, options.set, site_folder())
+        config = resolve_paths(with_cluster_arguments(config, options), folder)
         check_numbers(config)
         split = make_split(config)
         problems = shape_problems(config, model_of(config))

@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +16,68 @@ from submitit.core import core, utils
 from submitit.local import local
 from submitit.slurm import slurm
 
-# A job's state from its components': what still goes on, else the worst end. Unknown words count as the worst.
-GOING_ON = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "REQUEUED", "PENDING")
-_WORST_FIRST = (
-    "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "FAILED", "PREEMPTED", "CANCELLED", "REVOKED", "COMPLETED"
-)  # fmt: skip
+from prl.cluster.run import ProgramError, run
+from prl.cluster.slurm_output import ACCOUNTING_FIELDS, JobRow, fold_states, has_ended, parse_accounting, parse_submitted
 
+SBATCH_S = 120.0  # a controller that is busy may answer late
 SUBMITTER = "PRL_SUBMITTER"  # process id of the command that submitted a local job
-
-
-def fold_states(states: Sequence[str]) -> str:
-    """One state for all components of a job. Words behind the state (`CANCELLED by 0`) are dropped."""
-    words = [state.split()[0].rstrip("+") if state.split() else "UNKNOWN" for state in states]
-    for going_on in GOING_ON:
-        if going_on in words:
-            return going_on
-    return min(words, key=lambda word: _WORST_FIRST.index(word) if word in _WORST_FIRST else -1)
 
 
 class SlurmWatcher(slurm.SlurmInfoWatcher):  # type: ignore[misc]
     """Folds sacct's rows `J+0`, `J+1`, ... of a heterogeneous job into one for J."""
 
+    def _make_command(self) -> list[str] | None:
+        jobs = sorted(self._registered - self._finished)
+        return ["sacct", "-X", "-P", "-o", ACCOUNTING_FIELDS, "-j", ",".join(jobs)] if jobs else None
+
     def read_info(self, string: bytes | str) -> dict[str, dict[str, str]]:
-        text = string if isinstance(string, str) else string.decode(errors="replace")
-        lines = text.splitlines()
-        if len(lines) < 2:
-            return {}
-        names = lines[0].split("|")
-        components: dict[str, list[dict[str, str]]] = {}
-        for line in lines[1:]:
-            row = dict(zip(names, (cell.strip() for cell in line.split("|")), strict=False))
-            job, _, step = row.get("JobID", "").partition(".")
-            if job and not step:
-                components.setdefault(job.partition("+")[0], []).append(row)
+        components: dict[str, list[JobRow]] = {}
+        for row in parse_accounting(string if isinstance(string, str) else string.decode(errors="replace")):
+            components.setdefault(row.job_id, []).append(row)
         return {
             job: {
                 "JobID": job,
-                "State": fold_states([row["State"] for row in rows]),
-                "NodeList": ",".join(row["NodeList"] for row in rows),
+                "State": fold_states([row.state for row in rows]),
+                "NodeList": ",".join(row.nodes for row in rows if row.nodes),
             }
             for job, rows in components.items()
         }
 
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """submitit itself takes a suspended or a starting job for one that has ended."""
+        info = self.get_info(job_id, mode=mode)
+        return bool(info) and has_ended(info["State"])
+
 
 class SlurmJob(slurm.SlurmJob[Any]):  # type: ignore[misc]
+    """A job of one step over all its components. Its id is the leader's, which is the one to cancel."""
+
     watcher = SlurmWatcher(delay_s=30)
+
+    def exception(self) -> utils.UncompletedJobError | utils.FailedJobError | None:
+        """What the first failed task raised. submitit itself waits for rank 0's result first, for 15 s, which an error of
+        another rank kept from being written, and reports that it is missing."""
+        self.wait()
+        error = first_error(self)
+        return super().exception() if error is None else utils.FailedJobError(f"job {self.job_id} failed in {error}")
+
+    def results(self) -> list[Any]:
+        failure = self.exception()
+        if failure is not None:
+            raise failure
+        found: list[Any] = super().results()
+        return found
+
+
+def first_error(job: core.Job[Any]) -> str | None:
+    """What the first failed task of a job raised, with its number; None where none did, or where they could not say."""
+    for task in range(job.num_tasks):
+        path = job.task(task).paths.result_pickle
+        if path.exists():
+            outcome, value = utils.pickle_load(path)
+            if outcome == "error":
+                return f"task {task}:\n{value}"
+    return None
 
 
 class ScriptExecutor(slurm.SlurmExecutor):  # type: ignore[misc]
@@ -68,7 +85,7 @@ class ScriptExecutor(slurm.SlurmExecutor):  # type: ignore[misc]
 
     job_class = SlurmJob
 
-    def __init__(self, folder: Path, script: str, tasks: int) -> None:
+    def __init__(self, folder: Path, script: Path, tasks: int) -> None:
         super().__init__(folder)
         self._script = script
         self._tasks = tasks
@@ -80,13 +97,31 @@ class ScriptExecutor(slurm.SlurmExecutor):  # type: ignore[misc]
     def _num_tasks(self) -> int:
         return self._tasks
 
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self._script
+    def _submit_command(self, command: str) -> SlurmJob:
+        """Raises ProgramError; submitit itself would wait for sbatch without end, and take any error for no job."""
+        try:
+            job_id = parse_submitted(run(["sbatch", str(self._script)], timeout_s=SBATCH_S).out)
+        except ProgramError as error:
+            raise ProgramError(f"{error}{_cancel_jobs_of(self._script)}") from error
+        return SlurmJob(folder=self.folder, job_id=job_id, tasks=range(self._tasks))
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
         if len(delayed_submissions) != 1:
             raise ValueError("one function a job: Slurm refuses arrays of heterogeneous jobs")
         return core.PicklingExecutor._internal_process_submissions(self, delayed_submissions)  # type: ignore[no-any-return]
+
+
+def _cancel_jobs_of(script: Path) -> str:
+    """End what a failed sbatch has sent nonetheless, found by its script; what was done, in words."""
+    try:
+        queue = run(["squeue", "--me", "-h", "-o", "%i|%o"], timeout_s=30.0).out
+        jobs = {line.partition("|")[0].partition("+")[0] for line in queue.splitlines() if line.endswith(f"|{script}")}
+        if not jobs:
+            return ""
+        run(["scancel", *sorted(jobs)], timeout_s=30.0)
+    except ProgramError as error:
+        return f"; whether there is a job nonetheless is not known ({error}): see squeue --me"
+    return f"; it had sent job {', '.join(sorted(jobs))} nonetheless, which was cancelled"
 
 
 class LocalExecutor(local.LocalExecutor):  # type: ignore[misc]

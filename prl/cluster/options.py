@@ -2,13 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from prl.config.bounds import Above, AtLeast, Below
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
+    profile: Annotated[
+        str | None,
+        "site profile, whose keys of `cluster` count where the configuration sets none: a name in slurm/sites/, or the path of "
+        "a YAML file",
+    ] = None
+    mode: Annotated[
+        Literal["auto", "het", "plain", "local"],
+        "het: a heterogeneous job, one component a role; plain: one homogeneous job whose nodes choose their roles by rank, "
+        "for sites without steps over several components; local: this machine, without Slurm; auto: local without nodes or "
+        "where there is no sbatch, plain with one node, else het",
+    ] = "auto"
     nodes: Annotated[int | None, "nodes in all; null: this machine, without Slurm", AtLeast(1), Below(10**5)] = None
     train_nodes: Annotated[int, "nodes of the component that trains; the others sample", AtLeast(1), Below(10**5)] = 1
     train_devices: Annotated[
@@ -18,6 +29,11 @@ class ClusterOptions:
         Below(10**4),
     ] = None
     gpus_per_node: Annotated[int, "accelerators a node; 0: train and sample on CPUs (gloo)", AtLeast(0), Below(10**4)] = 0
+    gpu_request: Annotated[
+        Literal["gpus-per-node", "gres", "none"],
+        "how accelerators are asked of Slurm: --gpus-per-node=N, --gres=gpu:N, or not at all, where whole nodes are given",
+    ] = "gpus-per-node"
+    gpu_type: Annotated[str | None, "their type in Slurm, where it has to be named, e.g. h100"] = None
     gpu_memory_gib: Annotated[
         float | None,
         "memory of an accelerator in GiB, which a trainer rank must fit; null: not checked, with a warning",
@@ -30,7 +46,7 @@ class ClusterOptions:
         int | None, "CPUs asked of Slurm a node; null: the partition's default", AtLeast(1), Below(10**5)
     ] = None
     memory_per_node_gib: Annotated[
-        float | None, "memory asked of Slurm a node, in GiB; null: the partition's default", Above(0)
+        float | None, "memory asked of Slurm a node, in GiB; 0: all of it; null: the partition's default", AtLeast(0)
     ] = None
     time_min: Annotated[int, "time limit of the job, in minutes", AtLeast(1), Below(10**7)] = 60
     warning_s: Annotated[
@@ -51,9 +67,43 @@ class ClusterOptions:
     qos: Annotated[str | None, "Slurm quality of service"] = None
     sbatch: Annotated[
         Mapping[str, str | int | float | bool],
-        "further sbatch options of both components by their long names, e.g. {constraint: h100, exclude: n3}",
+        "further sbatch options of all nodes by their long names, e.g. {constraint: h100, exclude: n3}; true: an option "
+        "without a value, false: none",
     ] = field(default_factory=dict)
-    setup: Annotated[tuple[str, ...], "shell lines run in the batch script before the job starts, e.g. module load"] = ()
+    sbatch_train: Annotated[
+        Mapping[str, str | int | float | bool],
+        "het: those of the component that trains, in the place of or beside the others, e.g. {partition: h200, mem: 900G}",
+    ] = field(default_factory=dict)
+    sbatch_sample: Annotated[Mapping[str, str | int | float | bool], "het: those of the component that samples, likewise"] = (
+        field(default_factory=dict)
+    )
+    srun: Annotated[
+        Mapping[str, str | int | float | bool],
+        "options of the job's srun by their long names, e.g. {network: disable_rdzv_get}",
+    ] = field(default_factory=dict)
+    modules: Annotated[tuple[str, ...], "environment modules that the batch script loads, in this order, before `setup`"] = ()
+    setup: Annotated[tuple[str, ...], "shell lines run in the batch script before the job starts, e.g. a venv's activate"] = ()
+    environment: Annotated[Mapping[str, str | int | float], "environment variables of all processes of the run"] = field(
+        default_factory=dict
+    )
+    python: Annotated[str | None, "Python on the nodes; null: the one that runs prl-submit, and python3 in a container"] = None
+    container: Annotated[
+        Literal["none", "pyxis", "apptainer"],
+        "what each node's task runs in; pyxis: srun --container-image; apptainer: apptainer exec",
+    ] = "none"
+    container_image: Annotated[str | None, "image of the container: an address for enroot, or the path of a file"] = None
+    container_mounts: Annotated[
+        tuple[str, ...],
+        "folders that the container sees, as FOLDER or FROM:TO[:ro], beside the run's and the model's; name the data here",
+    ] = ()
+    container_arguments: Annotated[
+        tuple[str, ...], "further arguments of apptainer exec, e.g. --rocm (default with accelerators: --nv)"
+    ] = ()
+    fabric: Annotated[
+        Literal["unset", "ib", "efa", "slingshot", "ethernet"],
+        "network between nodes, by which NCCL's and libfabric's variables are set (slurm/README.md lists them): NCCL fails "
+        "where it is not there, instead of falling back to a slower one; unset: none is set",
+    ] = "unset"
     interface: Annotated[
         str | None, "network interface of collectives, e.g. ib0; null: NCCL and gloo choose (without Slurm: the loopback)"
     ] = None

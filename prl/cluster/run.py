@@ -1,5 +1,6 @@
 """The one way in which prl runs external programs: an argument list, a time-out, no shell."""
 
+import os
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,15 @@ class Output:
 Runner = Callable[..., Output]
 
 
-def run(arguments: Sequence[str], *, timeout_s: float = 30.0, check: bool = True) -> Output:
-    """Run a program and give what it printed. Raises ProgramError where it is missing or runs longer than `timeout_s`
-    and, with `check`, where it exits with a code other than 0."""
+def run(arguments: Sequence[str], *, timeout_s: float = 30.0, check: bool = True, stdin: str = "") -> Output:
+    """Run a program, with `stdin` to read, and give what it printed. Raises ProgramError where it is missing or runs longer
+    than `timeout_s` and, with `check`, where it exits with a code other than 0."""
     name = arguments[0]
+    environment = {**os.environ, "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}  # so that what it prints can be read
     try:
-        done = subprocess.run(list(arguments), capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            list(arguments), capture_output=True, timeout=timeout_s, check=False, input=stdin.encode(), env=environment
+        )
     except FileNotFoundError:
         raise ProgramError(f"{name}: no such program on PATH") from None
     except subprocess.TimeoutExpired:

@@ -3,30 +3,19 @@
 import shlex
 import string
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from prl.cluster.split import Component, Split
-from prl.config.load import ConfigError
+from prl.cluster.fabric import VARIABLES
+from prl.cluster.requests import Request, Value, requests
+from prl.cluster.split import Split
+from prl.cluster.warning import measured_lead_s
 from prl.config.schema import Config
 from prl.runfolder.paths import RunFolder
 
-# What the templates and the split decide themselves.
-_OWN_OPTIONS = (
-    "nodes", "ntasks", "ntasks-per-node", "array", "output", "error", "open-mode", "job-name", "wrap", "parsable"
-)  # fmt: skip
-_NAMED_OPTIONS = {
-    "time": "cluster.time_min",
-    "partition": "cluster.partition",
-    "account": "cluster.account",
-    "qos": "cluster.qos",
-    "cpus-per-task": "cluster.cpus_per_node",
-    "mem": "cluster.memory_per_node_gib",
-    "gpus-per-node": "cluster.gpus_per_node",
-    "signal": "cluster.warning_s",
-    "requeue": "cluster.requeue",
-    "no-requeue": "cluster.requeue",
-}
+# Of srun: mpi is none's, as torch makes its own groups; the agent binds its processes itself.
+_STEP_OPTIONS: Mapping[str, Value] = {"mpi": "none", "cpu-bind": "none"}
+_ENTRY = ("-u", "-m", "submitit.core._submit")
 
 
 class _Template(string.Template):
@@ -42,10 +31,17 @@ def template_folder() -> Path:
     raise FileNotFoundError(f"the sbatch templates are missing: looked in {' and '.join(map(str, places))}; install prl again")
 
 
-def task_environment(run: RunFolder, attempt: int) -> dict[str, str]:
-    """Variables of every task, in Slurm jobs and on this machine: which run it belongs to, and the run's own copy of the
-    code in front of whatever is installed (or lies in the current folder)."""
+def site_folder() -> Path:
+    """Where the site profiles lie that come with prl."""
+    return template_folder() / "sites"
+
+
+def task_environment(config: Config, run: RunFolder, attempt: int) -> dict[str, str]:
+    """Variables of every task, in Slurm jobs and on this machine: the fabric's, those of the configuration, which run it
+    belongs to, and the run's own copy of the code in front of whatever is installed (or lies in the current folder)."""
     return {
+        **VARIABLES[config.cluster.fabric],
+        **{name: str(value) for name, value in config.cluster.environment.items()},
         "PYTHONPATH": str(run.code),
         "PYTHONSAFEPATH": "1",
         "PRL_RUN": str(run),
@@ -59,61 +55,66 @@ def submitit_folder(run: RunFolder, attempt: int) -> Path:
     return run.attempt(attempt) / "submitit"
 
 
-def render(config: Config, split: Split, environment: Mapping[str, str], command: str, batch_log: Path, lead_s: int) -> str:
-    """The script of a het or plain job. `command` is a shell command that every node runs once; `batch_log` is where the
-    batch script itself writes (Slurm makes no folders); `lead_s` how long before its time limit the job is warned. Raises
-    ConfigError for sbatch options that prl sets itself."""
-    options = [_options(config, component) for component in split.components]
+def render(config: Config, split: Split, run: RunFolder, attempt: int) -> str:
+    """The script of a het or plain job, whose step runs `task_command` once on every node."""
+    cluster = config.cluster
+    environment = task_environment(config, run, attempt)
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items() if name != "PYTHONPATH"]
     exports.append(f'export PYTHONPATH={shlex.quote(environment["PYTHONPATH"])}"${{PYTHONPATH:+:$PYTHONPATH}}"')
     exports.append("export SUBMITIT_EXECUTOR=slurm")
+    asked = [directives(request) for request in requests(config, split)]
     values = {
         "name": shlex.quote(config.run.name),
-        "batch_log": shlex.quote(str(batch_log)),
-        "warning": f"USR1@{lead_s}",
-        "requeue": "requeue" if config.cluster.requeue else "no-requeue",
-        "setup": "\n".join(config.cluster.setup),
+        "batch_log": shlex.quote(str(run.batch_log(attempt))),  # Slurm makes no folders
+        "warning": f"USR1@{measured_lead_s(cluster, run)}",
+        "requeue": "requeue" if cluster.requeue else "no-requeue",
+        "setup": "\n".join((*(f"module load {shlex.quote(module)}" for module in cluster.modules), *cluster.setup)),
         "exports": "\n".join(exports),
-        "command": command,
+        "step_options": " ".join(
+            _flag(name, value) for name, value in _step_options(config, run).items() if value is not False
+        ),
+        "command": task_command(config, run, attempt),
     }
     if split.kind == "het":
-        values["train_options"], values["sample_options"] = options
+        values["train_options"], values["sample_options"] = asked
     else:
-        (values["options"],) = options
+        (values["options"],), values["train_nodes"] = asked, str(split.components[0].nodes)
     template = template_folder() / f"{split.kind}.sbatch"
     return _Template(template.read_text()).substitute(values)
 
 
-def _options(config: Config, component: Component) -> str:
+def directives(request: Request) -> str:
+    """The lines of a batch script that ask for a component."""
+    return "\n".join(f"#SBATCH {_flag(name, value)}" for name, value in request.options.items())
+
+
+def _flag(name: str, value: Value) -> str:
+    return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
+
+
+def _step_options(config: Config, run: RunFolder) -> dict[str, Value]:
     cluster = config.cluster
-    options: dict[str, str | int | float | bool] = {"nodes": component.nodes, "ntasks-per-node": 1, "time": cluster.time_min}
-    if cluster.partition:
-        options["partition"] = cluster.partition
-    if cluster.account:
-        options["account"] = cluster.account
-    if cluster.qos:
-        options["qos"] = cluster.qos
-    if cluster.cpus_per_node:
-        options["cpus-per-task"] = cluster.cpus_per_node
-    if cluster.memory_per_node_gib:
-        options["mem"] = f"{int(cluster.memory_per_node_gib * 1024)}M"
-    if cluster.gpus_per_node:
-        options["gpus-per-node"] = cluster.gpus_per_node
-    for key, value in cluster.sbatch.items():
-        name = key.removeprefix("--").replace("_", "-")
-        if name in _NAMED_OPTIONS:
-            raise ConfigError(f"cluster.sbatch.{key}: has a key of its own, {_NAMED_OPTIONS[name]}")
-        if name in _OWN_OPTIONS:
-            raise ConfigError(f"cluster.sbatch.{key}: is set by prl-submit and cannot be changed")
-        options[name] = value
-    return "\n".join(_flag(name, value) for name, value in options.items() if value is not False)
+    options = {**_STEP_OPTIONS, **{key.replace("_", "-"): value for key, value in cluster.srun.items()}}
+    if cluster.container == "pyxis":
+        options |= {"container-image": str(cluster.container_image), "container-mounts": ",".join(_mounts(config, run))}
+    return options
 
 
-def _flag(name: str, value: str | int | float | bool) -> str:
-    return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}"
+def task_command(config: Config, run: RunFolder, attempt: int) -> str:
+    """What every node runs: submitit's entry, which loads the function pickled for the attempt and stores what becomes of
+    it, in a container where there is one."""
+    cluster, around = config.cluster, list[str]()
+    if cluster.container == "apptainer":
+        around = ["apptainer", "exec", *cluster.container_arguments]
+        if cluster.gpus_per_node and not {"--nv", "--nvccli", "--rocm"} & set(around):
+            around.append("--nv")
+        around += ["--bind", ",".join(_mounts(config, run)), str(cluster.container_image)]
+    python = cluster.python or (sys.executable if cluster.container == "none" else "python3")
+    return shlex.join([*around, python, *_ENTRY, str(submitit_folder(run, attempt))])
 
 
-def task_command(folder: Path, python: str = sys.executable) -> str:
-    """What every node runs: submitit's entry, which loads the function pickled in `folder` and stores what becomes of it."""
-    arguments: Sequence[str] = (python, "-u", "-m", "submitit.core._submit", str(folder))
-    return shlex.join(arguments)
+def _mounts(config: Config, run: RunFolder) -> list[str]:
+    """Folders that a container sees under the same path as outside, and those that the configuration names."""
+    own = dict.fromkeys(filter(None, (str(run), config.model.path, config.run.replay)))
+    named = (mount if ":" in mount else f"{mount}:{mount}" for mount in config.cluster.container_mounts)
+    return [*(f"{folder}:{folder}" for folder in own), *named]

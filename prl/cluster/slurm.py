@@ -1,29 +1,58 @@
 """Questions to Slurm, each with a time-out."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-from prl.cluster.executors import GOING_ON, fold_states
+from prl.cluster.requests import Request
 from prl.cluster.run import Output, ProgramError, Runner, run
-from prl.cluster.split import Split
-from prl.config.schema import Config
+from prl.cluster.slurm_output import (
+    ACCOUNTING_FIELDS,
+    NODE_FORMAT,
+    QUEUE_FORMAT,
+    Expected,
+    JobRow,
+    NodeRow,
+    fold_states,
+    parse_accounting,
+    parse_expected,
+    parse_nodes,
+    parse_queue,
+)
 
 LIMIT_S = 60.0  # Slurm keeps time limits by the minute
 _FIELD = re.compile(r"(\w+)=(\S*)")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")  # else None, Unknown or N/A
-_GPUS = re.compile(r"(?:^|,)gpu:(?:(?:[^:,()]+|\(null\)):)?(\d+)")  # in "gpu:h100:4(S:0-1),nic:2"
+_ADVICE = {  # what Slurm says: what to do about it
+    "Requested operation not supported": "this site starts no heterogeneous jobs: set cluster.mode: plain",
+    "Invalid account": "set cluster.account; sacctmgr show associations user=$USER lists yours",
+    "Invalid qos": "set cluster.qos; sacctmgr show qos lists them",
+    "Invalid partition": "set cluster.partition; sinfo lists them",
+    "Invalid feature": "set the constraint in cluster.sbatch; sinfo -o '%P %f' lists the features",
+    "Invalid generic resource": "set cluster.gpu_request and cluster.gpu_type; sinfo -o '%P %G' lists what nodes have",
+    "node configuration is not available": "lower cluster.nodes, cluster.cpus_per_node, cluster.memory_per_node_gib or "
+    "cluster.gpus_per_node",
+    "Requested time limit": "lower cluster.time_min",
+    "QOS": "a limit of your account or QOS: lower what is asked for, wait for other jobs, or set cluster.qos",
+}
+
+
+def advice(said: str) -> str:
+    """What to do about a refusal of Slurm's, to be put behind it; empty where that is not known."""
+    return next((f"; {words}" for key, words in _ADVICE.items() if key in said), "")
 
 
 class SlurmError(Exception):
     """Slurm does not answer, or cannot do what is asked; the message says what to do."""
 
 
-def check_slurm(config: Config, split: Split, runner: Runner = run) -> None:
-    """Whether a controller answers and the partition has as many nodes as the job needs, each with what it asks of a node
-    (Slurm itself lets a heterogeneous job that can never start wait for ever). Raises SlurmError."""
-    wanted = f"the run asks for {split.nodes} Slurm nodes"
+def check_slurm(requests: Sequence[Request], runner: Runner = run) -> None:
+    """Whether a controller answers and each component's partition has as many nodes as it needs, each with what is asked of
+    it, also all components at once (Slurm itself lets a job that can never start wait for ever, and what lies behind it in
+    the queue, too). Raises SlurmError."""
+    total = sum(request.nodes for request in requests)
+    wanted = f"the run asks for {total} Slurm node{'s' * (total != 1)}"
     local = "run without --nodes and with cluster.nodes: null to use this machine alone"
     try:
         ping: Output = runner(["scontrol", "ping"], timeout_s=15.0, check=False)
@@ -35,30 +64,71 @@ def check_slurm(config: Config, split: Split, runner: Runner = run) -> None:
             f"{wanted}, but no Slurm controller answers (scontrol ping: "
             f"{said[0] if said else 'no output'}); ask the site's operators, or {local}"
         )
-    partition = config.cluster.partition
-    asked = ["sinfo", "-h", "-N", "-o", "%N|%c|%m|%G", *(["-p", partition] if partition else [])]
     try:
-        nodes = _nodes(runner(asked, timeout_s=30.0).out)
+        rows = parse_nodes(runner(["sinfo", "-h", "-N", "-a", "-o", NODE_FORMAT], timeout_s=30.0).out)
     except ProgramError as error:
         raise SlurmError(str(error)) from None
-    except ValueError as error:
-        raise SlurmError(f"sinfo: its answer to {' '.join(asked)} cannot be read: {error}") from error
-    where = f"partition {partition}" if partition else "the cluster"
-    if not nodes:
-        raise SlurmError(f"cluster.partition = {partition}: Slurm knows no nodes of it (sinfo lists the partitions)")
-    if len(nodes) < split.nodes:
-        raise SlurmError(f"the run asks for {split.nodes} nodes, but {where} has {len(nodes)}; the job would wait for ever")
-    cluster = config.cluster
-    asked_of_each = _Node(cluster.cpus_per_node or 0, (cluster.memory_per_node_gib or 0) * 1024, cluster.gpus_per_node)
-    fitting = [node for node in nodes.values() if all(has >= asks for has, asks in zip(node, asked_of_each, strict=True))]
-    if len(fitting) < split.nodes:
+    fitting: set[str] = set()
+    for request in requests:
+        fitting |= _fitting(request, _of_partition(request, rows))
+    if len(fitting) < total:
+        names = " and ".join(dict.fromkeys(_place(request) for request in requests))
+        raise SlurmError(
+            f"{wanted}, but {names} {'have' if ' and ' in names else 'has'} {len(fitting)} that fit; "
+            "the job would wait for ever"
+        )
+
+
+def _of_partition(request: Request, rows: Sequence[NodeRow]) -> list[NodeRow]:
+    """The rows of the partition that a job of these options goes to, or of several, one of which Slurm chooses. Where none is
+    named, all of them: the default partition is not what counts where a site chooses by other options."""
+    if not request.partition:
+        return list(rows)
+    names = request.partition.split(",")
+    found = [row for row in rows if row.partition in names]
+    if not found:
+        raise SlurmError(
+            f"{_partition_key(request)} = {request.partition}: Slurm knows no nodes of it; it has "
+            f"{', '.join(dict.fromkeys(row.partition for row in rows)) or 'none'}"
+        )
+    return found
+
+
+def _fitting(request: Request, rows: Sequence[NodeRow]) -> set[str]:
+    """Names of the nodes that have what one component asks of each. Raises SlurmError where they are too few, or its time
+    limit is above the partition's."""
+    limits = [row.limit_min for row in rows if row.limit_min is not None]
+    if (
+        limits and len(limits) == len(rows) and request.time_min > max(limits) and not request.qos
+    ):  # a QOS may lift a partition's limit
+        raise SlurmError(
+            f"cluster.time_min = {request.time_min}: {_place(request)} allows {max(limits)} minutes; lower it, or name another "
+            f"cluster.partition"
+        )
+    names = {row.name for row in rows}
+    wanted = f"the run asks for {request.nodes} node{'s' * (request.nodes != 1)}{_of_component(request)}"
+    if len(names) < request.nodes:
+        raise SlurmError(f"{wanted}, but {_place(request)} has {len(names)}; the job would wait for ever")
+    asked = _Node(request.cpus, request.memory_mib, request.gpus)
+    nodes = {row.name: _Node(row.cpus, row.memory_mib, row.gpus) for row in rows}
+    fitting = {name for name, has in nodes.items() if all(has[k] >= asked[k] for k in range(3))}
+    if len(fitting) < request.nodes:
         largest = _Node(*map(max, zip(*nodes.values(), strict=True)))
         raise SlurmError(
-            f"the run asks for {split.nodes} nodes with {_words(asked_of_each, asked_of_each)} each, but {where} has "
-            f"{len(fitting)} of that kind, its nodes having at most {_words(largest, asked_of_each)}; the job would wait for "
+            f"{wanted} with {_words(asked, asked)} each, but {_place(request)} has "
+            f"{len(fitting)} of that kind, its nodes having at most {_words(largest, asked)}; the job would wait for "
             f"ever: lower cluster.cpus_per_node, cluster.memory_per_node_gib or cluster.gpus_per_node, or name another "
             f"cluster.partition"
         )
+    return fitting
+
+
+def _of_component(request: Request) -> str:
+    return "" if request.component == "all" else f" that {request.component}"
+
+
+def _partition_key(request: Request) -> str:
+    return "cluster.partition" if request.component == "all" else f"cluster.partition (or cluster.sbatch_{request.component})"
 
 
 class _Node(NamedTuple):
@@ -67,12 +137,8 @@ class _Node(NamedTuple):
     gpus: float
 
 
-def _nodes(text: str) -> Mapping[str, _Node]:
-    """Nodes by name, from sinfo's lines name|CPUs|MiB|generic resources."""
-    found = {}
-    for name, cpus, memory, resources in (line.split("|") for line in text.splitlines() if line.strip()):
-        found[name.strip()] = _Node(int(cpus), int(memory), sum(map(int, _GPUS.findall(resources))))
-    return found
+def _place(request: Request) -> str:
+    return f"partition {request.partition}" if request.partition else "the cluster"
 
 
 def _words(node: _Node, asked: _Node) -> str:
@@ -81,19 +147,20 @@ def _words(node: _Node, asked: _Node) -> str:
     return " and ".join(part for part, asks in zip(parts, asked, strict=True) if asks)
 
 
-def job_state(job_id: str, runner: Runner = run) -> str | None:
-    """State of a job, over all its components; None where neither the queue nor the accounting knows it (any more).
-    Raises ProgramError where Slurm does not answer."""
-    queue: Output = runner(["squeue", "-h", "-j", job_id, "-o", "%T"], timeout_s=30.0, check=False)
+def job_rows(job_id: str, runner: Runner = run) -> list[JobRow]:
+    """A job's components, as the queue or else the accounting knows them; none where neither knows it (any more). `job_id` is
+    that of a heterogeneous job's leader. Raises ProgramError where Slurm does not answer, or what it says cannot be read."""
+    queue: Output = runner(["squeue", "-h", "-j", job_id, "-o", QUEUE_FORMAT], timeout_s=30.0, check=False)
     if queue.code == 0 and queue.out.split():
-        return fold_states(queue.out.splitlines())
+        return parse_queue(queue.out)
     if queue.code != 0 and "Invalid job id" not in queue.err:
         raise ProgramError(f"squeue: {queue.err.strip() or queue.out.strip()}")
-    account: Output = runner(["sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State"], timeout_s=30.0, check=False)
-    if account.code != 0 and "accounting storage is disabled" not in account.err:
+    account: Output = runner(["sacct", "-X", "-P", "-j", job_id, "-o", ACCOUNTING_FIELDS], timeout_s=30.0, check=False)
+    if account.code != 0:
+        if "accounting storage is disabled" in account.err:
+            return []
         raise ProgramError(f"sacct: {account.err.strip() or account.out.strip()}")
-    states = [line for line in account.out.splitlines() if line.strip()]
-    return fold_states(states) if states else None
+    return parse_accounting(account.out)
 
 
 def why_terminated(job_id: str, now: float, runner: Runner = run) -> Literal["preempted", "time limit", "cancelled"]:
@@ -121,6 +188,15 @@ def _seconds(time: str) -> float:
     return datetime.fromisoformat(time).timestamp()
 
 
-def ended(state: str | None) -> bool:
-    """Whether a state is one that does not change any more."""
-    return state not in GOING_ON
+def job_state(job_id: str, runner: Runner = run) -> str | None:
+    """State of a job, over all its components; None where neither the queue nor the accounting knows it (any more).
+    Raises ProgramError."""
+    rows = job_rows(job_id, runner)
+    return fold_states([row.state for row in rows]) if rows else None
+
+
+def expected_start(script: str, runner: Runner = run) -> Expected:
+    """When the scheduler would start a batch script's job, as it estimates now. Nothing is sent. Raises ProgramError where
+    it does not answer."""
+    answer: Output = runner(["sbatch", "--test-only"], timeout_s=60.0, check=False, stdin=script)
+    return parse_expected(f"{answer.err}\n{answer.out}")

@@ -1,7 +1,8 @@
 """Which nodes and devices train and which sample: pure arithmetic on the configuration.
 
-Three kinds of run: `local` (this machine, no Slurm), `plain` (one node under Slurm; like local, its devices are divided
-between the roles) and `het` (a heterogeneous Slurm job: component 0 trains, component 1 samples).
+Three kinds of run: `local` (this machine, no Slurm), `plain` (a homogeneous Slurm job) and `het` (a heterogeneous one:
+component 0 trains, component 1 samples). The devices of one node alone are divided between the roles; of several nodes of a
+plain job the first ones are the component that trains, as if it were heterogeneous.
 """
 
 import math
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prl.config.layout import Layout, layout_of
-from prl.config.load import ConfigError
+from prl.config.load import ConfigError, replace
 from prl.config.schema import Config
 
 Kind = Literal["local", "plain", "het"]
@@ -60,8 +61,9 @@ class Split:
 
     def describe(self) -> str:
         """The split in a few lines for people."""
-        where = {"local": "this machine, without Slurm", "plain": "one node, a plain Slurm job"}
-        lines = [where.get(self.kind, f"{self.nodes} nodes, a heterogeneous Slurm job")]
+        nodes = "one node" if self.nodes == 1 else f"{self.nodes} nodes"
+        where = {"plain": f"{nodes}, a plain Slurm job", "het": f"{nodes}, a heterogeneous Slurm job"}
+        lines = [where.get(self.kind, "this machine, without Slurm")]
         for component in self.components:
             share, nodes = component.node, f"{component.nodes} node{'s' * (component.nodes > 1)}"
             parts = []
@@ -80,10 +82,29 @@ class Split:
         return "\n".join(lines)
 
 
-def make_split(config: Config, nodes: int | None = None) -> Split:
-    """Divide the nodes that `cluster.nodes` (or `nodes`, from the command line) names. Raises ConfigError saying which
-    number does not fit and what would."""
-    nodes = config.cluster.nodes if nodes is None else nodes
+def kind_of(config: Config) -> Kind:
+    """The kind of run that `cluster.mode` means; auto: by the number of nodes. Raises ConfigError."""
+    cluster = config.cluster
+    if cluster.mode == "auto":
+        return "local" if cluster.nodes is None else "plain" if cluster.nodes == 1 else "het"
+    if cluster.mode != "local" and cluster.nodes is None:
+        raise ConfigError(f"cluster.mode = {cluster.mode}: a Slurm job needs a number of nodes: --nodes N, or cluster.nodes")
+    if cluster.mode == "het" and cluster.nodes == 1:
+        raise ConfigError("cluster.mode = het: one node is one component; ask for 2 nodes or more, or set plain")
+    return cluster.mode
+
+
+def settle_mode(config: Config, *, has_sbatch: bool) -> Config:
+    """The configuration as it is run here: without nodes where it is run on this machine."""
+    cluster = config.cluster
+    if cluster.mode == "local" or (cluster.mode == "auto" and cluster.nodes is not None and not has_sbatch):
+        return replace(config, cluster={"mode": "local", "nodes": None})
+    return config
+
+
+def make_split(config: Config) -> Split:
+    """Divide the nodes that `cluster.nodes` names. Raises ConfigError saying which number does not fit and what would."""
+    kind, nodes = kind_of(config), config.cluster.nodes
     if nodes is not None and nodes < 1:
         raise ConfigError(f"cluster.nodes = {nodes}: a Slurm job needs at least 1 node; null runs on this machine")
     layout = layout_of(config.train)
@@ -91,12 +112,15 @@ def make_split(config: Config, nodes: int | None = None) -> Split:
         raise ConfigError("train.tensor_parallel, all other train.*_parallel and sample.tensor_parallel must be at least 1")
     if config.cluster.gpus_per_node < 0:
         raise ConfigError(f"cluster.gpus_per_node = {config.cluster.gpus_per_node}: write 0 for a run without accelerators")
-    split = _split_by_device(config, nodes) if nodes is None or nodes == 1 else _split_by_node(config, nodes)
+    if kind == "local" or nodes is None or nodes == 1:
+        split = _split_by_device(config, kind)
+    else:
+        split = _split_by_node(config, kind, nodes)
     _check_enough_work(config, split)
     return split
 
 
-def _split_by_device(config: Config, nodes: int | None) -> Split:
+def _split_by_device(config: Config, kind: Kind) -> Split:
     cluster, unit = config.cluster, layout_of(config.train).unit
     if cluster.train_nodes != 1:
         raise ConfigError(
@@ -118,10 +142,10 @@ def _split_by_device(config: Config, nodes: int | None) -> Split:
     trainer_devices = tuple(range(ranks)) if gpus else ()
     replica_devices = () if config.run.replay else _replica_devices(config, first=ranks)
     share = NodeShare(ranks, trainer_devices, len(replica_devices), replica_devices)
-    return _result(config, "local" if nodes is None else "plain", (Component("all", 1, share),))
+    return _result(config, kind, (Component("all", 1, share),))
 
 
-def _split_by_node(config: Config, nodes: int) -> Split:
+def _split_by_node(config: Config, kind: Kind, nodes: int) -> Split:
     if config.run.replay:
         raise ConfigError(f"cluster.nodes = {nodes}: a replay needs no samplers and runs on one node; set it to 1 or null")
     cluster, layout, gpus = config.cluster, layout_of(config.train), config.cluster.gpus_per_node
@@ -154,7 +178,7 @@ def _split_by_node(config: Config, nodes: int) -> Split:
     train = NodeShare(ranks, tuple(range(ranks)) if gpus else (), 0, ())
     sample = NodeShare(0, (), len(replica_devices), replica_devices)
     components = (Component("train", cluster.train_nodes, train), Component("sample", nodes - cluster.train_nodes, sample))
-    return _result(config, "het", components)
+    return _result(config, kind, components)
 
 
 def _replica_devices(config: Config, first: int) -> tuple[tuple[int, ...], ...]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from prl.config.cluster_checks import sbatch_problems
+from prl.config.cluster_checks import cluster_problems
 from prl.config.engine_args import engine_args_problems
 from prl.config.folder_checks import new_folder_problems, resumed_folder_problems
 from prl.config.load import ConfigError, out_of_bounds
@@ -40,7 +40,7 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     model, problems = model_and_problems(config)
     problems += model_file_problems(config, model)
     problems += _run(config)
-    problems += sbatch_problems(config)
+    problems += cluster_problems(config)
     problems += _parts(config)
     problems += loss_problems(config)
     problems += optimizer_problems(config)

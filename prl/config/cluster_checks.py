@@ -5,18 +5,46 @@ from collections.abc import Iterator
 
 from prl.config.schema import Config
 
+_OWN_VARIABLES = ("PYTHONPATH", "PYTHONSAFEPATH", "SUBMITIT_EXECUTOR", "MASTER_ADDR")
+_OWN_STEP_OPTIONS = (
+    "het-group", "export", "unbuffered", "kill-on-bad-exit", "wait", "output", "error", "nodes", "ntasks", "ntasks-per-node",
+    "container-image", "container-mounts",
+)  # fmt: skip
 
-def sbatch_problems(config: Config) -> Iterator[str]:
-    """Every value becomes one line of a batch script."""
+
+def cluster_problems(config: Config) -> Iterator[str]:
+    """Every value becomes one line of a batch script, or a word of one."""
     cluster = config.cluster
-    named = {f"cluster.{key}": getattr(cluster, key) for key in ("partition", "account", "qos", "interface")}
-    named |= {f"cluster.sbatch.{key}": f"{key}={value}" for key, value in cluster.sbatch.items()}
+    texts = ("partition", "account", "qos", "interface", "gpu_type", "python", "container_image")
+    named: dict[str, object] = {key: getattr(cluster, key) for key in texts}
+    for section in ("sbatch", "sbatch_train", "sbatch_sample", "srun", "environment"):
+        named |= {f"{section}.{key}": f"{key}={value}" for key, value in getattr(cluster, section).items()}
+    for section in ("modules", "container_mounts", "container_arguments"):
+        named |= {f"{section}[{number}]": value for number, value in enumerate(getattr(cluster, section))}
     for key, value in named.items():
-        if value is not None and not value.isprintable():
-            yield f"{key!r} = {value!r}: give one line without control characters"
-    for key in cluster.sbatch:
-        if not re.fullmatch("(--)?[A-Za-z][A-Za-z0-9_-]*", key):
-            yield f"cluster.sbatch.{key}: is no option of sbatch; give the name of one, e.g. constraint"
+        if value is not None and not str(value).isprintable():
+            yield f"{f'cluster.{key}'!r} = {value!r}: give one line without control characters"
     for number, line in enumerate(cluster.setup):
         if "\0" in line:
             yield f"cluster.setup[{number}] = {line!r}: give a line without NUL"
+    for key in cluster.environment:
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key) or key in _OWN_VARIABLES or key.startswith("PRL_"):
+            yield f"cluster.environment.{key}: is no name of a variable, or of one that prl sets itself; choose another"
+    for key in cluster.srun:
+        if not re.fullmatch("[a-z][a-z0-9_-]*", key) or key.replace("_", "-") in _OWN_STEP_OPTIONS:
+            yield f"cluster.srun.{key}: is no option of srun, or one that prl-submit sets itself; srun --help lists them"
+    yield from _container(config)
+
+
+def _container(config: Config) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.container == "none":
+        if cluster.container_image is not None:
+            yield f"cluster.container_image = {cluster.container_image}: set cluster.container to pyxis or apptainer, too"
+        return
+    if cluster.container_image is None:
+        yield f"cluster.container_image = null: cluster.container = {cluster.container} needs an image"
+    if cluster.container == "pyxis" and cluster.container_arguments:
+        yield "cluster.container_arguments: are apptainer's; for pyxis put srun's options into cluster.srun"
+    if cluster.nodes is None:
+        yield f"cluster.container = {cluster.container}: is for Slurm jobs; start prl-submit in a container, or set it to none"

@@ -8,7 +8,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -29,17 +29,16 @@ class ConfigError(Exception):
         return "\n".join(self.args)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply overrides of the form `train.learning_rate=1e-5`, and check every key, type and bound.
-    Raises ConfigError naming the file, the key and the nearest known key or the bound."""
+def load(path: str | Path, overrides: Sequence[str] = (), sites: Path | None = None) -> Config:
+    """Read a YAML file, apply overrides of the form `train.learning_rate=1e-5`, and check every key, type and bound. With
+    `sites`, a folder of site profiles, the keys of the one that cluster.profile names count where nothing else is said (a
+    run's own config.yaml has them all). Raises ConfigError naming the file, the key and the nearest known key or the bound."""
     path = Path(path)
     try:
-        loaded = read_yaml(path)
-        if not isinstance(loaded, DictConfig):
-            raise ConfigError(f"{path}: expected sections such as run: and model:, found a list")
+        loaded = _sections(path)
         for override in overrides:
             _apply(loaded, override)
-        plain = OmegaConf.to_container(loaded, resolve=True)
+        plain = OmegaConf.to_container(_over_profile(loaded, sites) if sites else loaded, resolve=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; the configs that come with prl are in configs/") from None
     except NotPlainError as error:
@@ -57,6 +56,34 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if config is None or problems:
         raise ConfigError(*(f"{_source(key, path, overrides)}: {words}" for key, words in problems))
     return config
+
+
+def _sections(path: Path) -> DictConfig:
+    loaded = read_yaml(path)
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path}: expected sections such as run: and model:, found a list")
+    return loaded
+
+
+def _over_profile(config: DictConfig, sites: Path) -> DictConfig:
+    """The configuration over its site profile: keys of mappings beside each other, any other value in the profile's place."""
+    name = OmegaConf.select(config, "cluster.profile")
+    if name is None:
+        return config
+    known = sorted(path.stem for path in sites.glob("*.yaml"))
+    path = sites / f"{name}.yaml" if str(name) in known else Path(str(name)).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"cluster.profile = {name}: no such profile; there are {', '.join(known)}, or name a YAML file")
+    profile = _sections(path)
+    if set(profile) != {"cluster"}:
+        raise ConfigError(f"cluster.profile = {name}: {path} must hold the section cluster: alone, found {', '.join(profile)}")
+    problems: list[_Problem] = []
+    _build(Config, cast(dict[str, Any], OmegaConf.to_container(profile, resolve=True)), "", problems)
+    if problems:
+        raise ConfigError(*(f"{path}: {words}" for _, words in problems))
+    merged = OmegaConf.merge(profile, config)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _source(key: str, path: Path, overrides: Sequence[str]) -> str:

@@ -15,6 +15,9 @@ def resolve_paths(config: Config, base: Path) -> Config:
     folder = _expand("run.folder", config.run.folder or f"runs/{config.run.name}", base)
     run = {"folder": folder, "replay": _expand("run.replay", config.run.replay, base)}
     config = replace(config, run=run, model={"path": _expand("model.path", config.model.path, base)})
+    cluster = config.cluster
+    if cluster.container == "apptainer" and cluster.container_image and "://" not in cluster.container_image:
+        config = replace(config, cluster={"container_image": _expand("cluster.container_image", cluster.container_image, base)})
     redis = config.streams.redis
     if redis.password_file:
         password_file = _expand("streams.redis.password_file", redis.password_file, base)

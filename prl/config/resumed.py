@@ -17,6 +17,7 @@ FIXED_KEYS = (
     "run.replay",
     "run.replay_from",
     "streams.backend",
+    "cluster.profile",
     *(f"train.{key}" for key in FIXED_TRAIN_KEYS),
 )
 

@@ -14,11 +14,11 @@ from types import FrameType
 import psutil
 
 from prl.cluster.allocation import Allocation, read_allocation
+from prl.cluster.claims import begin_requeued
 from prl.cluster.executors import SUBMITTER
 from prl.cluster.run import ProgramError
 from prl.cluster.slurm import requeue, why_terminated
 from prl.cluster.split import make_split
-from prl.cluster.submission import begin_requeued
 from prl.config.load import load
 from prl.config.plain_files import read_plain
 from prl.config.schema import Config

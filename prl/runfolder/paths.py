@@ -130,6 +130,14 @@ class RunFolder:
         """Who submits the attempt: the claim's record, until submission.json says which job that became."""
         return self.attempt(number) / "submitting.json"
 
+    def submission(self, number: int) -> Path:
+        """The record of the job that was started for an attempt."""
+        return self.attempt(number) / "submission.json"
+
+    def script(self, number: int) -> Path:
+        """The batch script of an attempt under Slurm."""
+        return self.attempt(number) / "submission.sh"
+
     def plan(self, number: int) -> Path:
         return self.attempt(number) / "plan.json"
 

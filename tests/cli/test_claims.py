@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from prl.cli import report, submit
-from prl.cluster import submission
-from prl.cluster.submission import SubmissionError, check_not_running, next_attempt, undone_on_error
+from prl.cluster import claims
+from prl.cluster.claims import SubmissionError, check_not_running, next_attempt, undone_on_error
 from prl.config.load import ConfigError, load, replace
 from prl.config.schema import Config
 from prl.orchestrator.replay import replay_problems
@@ -21,7 +21,7 @@ from prl.runfolder.paths import RunFolder
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run whose first attempt has ended."""
-    monkeypatch.setattr(submission, "snapshot_code", lambda *_: None)
+    monkeypatch.setattr(claims, "snapshot_code", lambda *_: None)
     config, folder = of(tmp_path)
     with undone_on_error(config, folder, 1, resume=False):
         submitted(folder, 1)
@@ -36,7 +36,7 @@ def of(tmp_path):
 
 
 def submitted(folder, attempt, host=None):
-    facts = {"kind": "local", "job_id": "1", "host": host or os.uname().nodename}
+    facts = {"kind": "local", "job_id": "1", "nodes": [1], "submitted": 0.0, "host": host or os.uname().nodename}
     (folder.attempt(attempt) / "submission.json").write_text(json.dumps(facts))
 
 
@@ -68,7 +68,7 @@ def test_a_failed_submission_removes_its_own_attempt_alone(run):
 
 
 def test_of_two_submissions_of_a_new_run_one_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(submission, "snapshot_code", lambda *_: time.sleep(0.05))
+    monkeypatch.setattr(claims, "snapshot_code", lambda *_: time.sleep(0.05))
     for made_before in (False, True):
         config, folder = of(tmp_path / str(made_before))
         if made_before:

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.cli import console, submit
+from prl.cli import console
 from prl.cli.ending import explain, full_filesystem
 from prl.cli.interrupts import Cancelled, Interrupts
+from prl.cli.job_end import report_end
 from prl.report.read import read_run
 from prl.report.summary import summarize
 from prl.runfolder.outcome import Outcome, OutcomeError, read_outcome
@@ -65,7 +66,7 @@ def test_an_exit_file_of_another_kind(job):
 def test_a_batch_script_that_failed_is_quoted(job, capsys):
     """Nobody else knows why there is no first process."""
     job.run.batch_log(1).write_text("Loading cuda\nbatch script: line 12 ended with code 1: false\n")
-    assert submit._report(job, None) == 1
+    assert report_end(job, None) == 1
     said = capsys.readouterr().err
     assert "(job 9 is FAILED): the job ended before its first process began; its batch script said" in said
     assert "\nLoading cuda\nbatch script: line 12 ended with code 1: false\n" in said
@@ -76,7 +77,7 @@ def test_a_batch_script_that_failed_is_quoted(job, capsys):
     assert summary.outcome == "failed"
     assert "batch script: line 12 ended with code 1: false" in summary.cause
     job.run.plan(1).write_text('{"lineage": 0, "forks": {}}')  # it began all the same
-    assert submit._report(job, None) == 1
+    assert report_end(job, None) == 1
     assert "the job's first process was killed" in capsys.readouterr().err
     summary = summarize(read_run(job.run.path), time.time())
     assert summary.outcome == "unknown"
@@ -85,13 +86,13 @@ def test_a_batch_script_that_failed_is_quoted(job, capsys):
 
 def test_a_failed_run_says_why_and_how_to_go_on(job, capsys):
     killed = Outcome("failed", "sampler 0 was ended by SIGKILL", "sampler", 1)
-    assert submit._report(job, killed) == 1
+    assert report_end(job, killed) == 1
     where = f"logs: {job.run.logs(1)}\nrun folder: {job.run}\n"
     assert capsys.readouterr().err == f"failed: sampler 0 was ended by SIGKILL (exit code 1)\n{where}"
     job.run.checkpoint(5).mkdir()
     job.run.manifest(5).touch()
     silent = replace(killed, cause="sampler 0 ended with code 3", log_end="the end of sampler-0.log:\nno\x1b memory")
-    assert submit._report(job, silent) == 1
+    assert report_end(job, silent) == 1
     assert capsys.readouterr().err == (
         f"failed: sampler 0 ended with code 3 (exit code 1)\nthe end of sampler-0.log:\nno\\x1b memory\n{where}"
         f"go on with: prl-submit --resume '{job.run}'\n"

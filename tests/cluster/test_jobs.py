@@ -12,10 +12,11 @@ import cloudpickle
 import psutil
 import pytest
 
-from prl.cluster import submission
+from prl.cluster import claims, submission
+from prl.cluster.claims import SubmissionError, check_not_running
+from prl.cluster.requests import requests
 from prl.cluster.slurm import SlurmError, check_slurm
 from prl.cluster.split import make_split
-from prl.cluster.submission import SubmissionError, check_not_running
 from prl.config.load import ConfigError, load, replace
 from prl.config.schema import Config
 from prl.runfolder.paths import RunFolder
@@ -45,8 +46,8 @@ def start(tmp_path, function, nodes=None, **cluster):
         cluster={"nodes": nodes, "time_min": 2, **cluster},
     )
     folder = RunFolder(config.run.folder)
-    attempt = submission.next_attempt(folder)
-    with submission.undone_on_error(config, folder, attempt, resume=attempt > 1):
+    attempt = claims.next_attempt(folder)
+    with claims.undone_on_error(config, folder, attempt, resume=attempt > 1):
         return submission.submit(config, make_split(config), folder, attempt, function, str(folder))
 
 
@@ -167,14 +168,14 @@ def test_a_submission_that_fails_leaves_no_folder_and_of_a_second_attempt_nothin
     for made_before in (False, True):
         if made_before:
             folder.path.mkdir()
-        with pytest.raises(ValueError, match="full"), submission.undone_on_error(config, folder, 1, resume=False):
+        with pytest.raises(ValueError, match="full"), claims.undone_on_error(config, folder, 1, resume=False):
             raise ValueError("full")
         assert folder.path.exists() == made_before
         assert not made_before or not list(folder.path.iterdir())
     wait(start(tmp_path / "other", jobs.tell))
     run = RunFolder(tmp_path / "other/run")
     before = run.config.read_bytes()
-    with pytest.raises(ValueError, match="full"), submission.undone_on_error(config, run, 2, resume=True):
+    with pytest.raises(ValueError, match="full"), claims.undone_on_error(config, run, 2, resume=True):
         raise ValueError("full" if run.config.read_bytes() != before and run.attempts() == [1, 2] else "nothing made")
     assert (run.attempts(), run.config.read_bytes(), run.latest.readlink()) == ([1], before, Path("attempt_001"))
 
@@ -213,6 +214,21 @@ def test_nodes_of_the_lab_have_addresses_of_their_own(tmp_path, slurm_cluster):
 
 
 @pytest.mark.slurm
+@pytest.mark.usefixtures("slurm_cluster")
+def test_several_nodes_of_a_plain_job_choose_their_roles_by_rank(tmp_path):
+    job = start(tmp_path, jobs.tell, nodes=3, mode="plain", train_nodes=2)
+    wait(job)
+    told = job.job.results()
+    assert [one["place"] for one in told] == [(0, 0), (0, 1), (1, 0)]
+    hosts = told[0]["hosts"]
+    assert [one["host"] for one in told] == [name for component in hosts for name, _ in component]
+    assert {one["job"] for one in told} == {job.job_id}
+    assert {one["master"] for one in told} == {(hosts[0][0][1],) * 2}
+    record = json.loads((job.run.attempt(1) / "submission.json").read_text())
+    assert (record["kind"], record["component_job_ids"]) == ("plain", [job.job_id])
+
+
+@pytest.mark.slurm
 def test_a_plain_job_on_one_node(tmp_path, slurm_cluster):
     job = start(tmp_path, jobs.tell, nodes=1)
     wait(job)
@@ -242,7 +258,7 @@ def test_one_failing_task_ends_the_job_with_its_traceback(tmp_path):
 def test_cancelling_asks_every_task_to_end(tmp_path):
     job = start(tmp_path, jobs.wait_for_term, nodes=3)
     wait_for(job.run.path / "started")
-    with pytest.raises(ConfigError, match=f"job {job.job_id} of attempt 1 is RUNNING; end it first: scancel {job.job_id}"):
+    with pytest.raises(ConfigError, match=f"job {job.job_id} of attempt 1 is RUNNING; end it first: prl-submit --cancel "):
         check_not_running(job.run)
     job.cancel(grace_s=20)
     wait(job)
@@ -261,6 +277,13 @@ def test_what_sbatch_refuses_is_an_error_with_its_words(tmp_path):
 
 @pytest.mark.slurm
 def test_more_nodes_than_the_cluster_has(slurm_cluster):
-    nodes = len(slurm_cluster) + 10
-    with pytest.raises(SlurmError, match=f"asks for {nodes} nodes, but the cluster has"):
-        check_slurm(Config(), make_split(Config(), nodes))
+    nodes = len(slurm_cluster)
+    for number, words in (
+        (nodes + 10, f"{nodes + 9} nodes that sample, but the cluster has {nodes}"),
+        (nodes + 1, f"{nodes + 1} Slurm nodes"),
+    ):
+        config = replace(Config(), cluster={"nodes": number})
+        with pytest.raises(SlurmError, match=f"asks for {words}"):
+            check_slurm(requests(config, make_split(config)))
+    config = replace(Config(), cluster={"nodes": nodes})
+    check_slurm(requests(config, make_split(config)))

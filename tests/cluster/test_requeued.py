@@ -2,7 +2,7 @@
 
 import json
 
-from prl.cluster.submission import begin_requeued, next_attempt
+from prl.cluster.claims import begin_requeued, next_attempt
 from prl.runfolder.paths import RunFolder
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from prl.cluster.script import render, task_command, task_environment, template_folder
+from prl.cluster.script import render, template_folder
 from prl.cluster.split import make_split
-from prl.config.load import ConfigError, replace
+from prl.config.load import replace
 from prl.config.schema import Config
 from prl.runfolder.logs import BATCH_FAILED
 from prl.runfolder.paths import RunFolder
@@ -15,9 +15,8 @@ RUN = RunFolder("/data/my runs/one")
 
 
 def script(nodes, **cluster):
-    config = replace(Config(), run={"name": "my run"}, cluster=cluster)
-    command = task_command(RUN.attempt(2) / "submitit", python="/opt/python")
-    return render(config, make_split(config, nodes), task_environment(RUN, 2), command, RUN.logs(2) / "batch.log", 120)
+    config = replace(Config(), run={"name": "my run"}, cluster={"python": "/opt/python", **cluster, "nodes": nodes})
+    return render(config, make_split(config), RUN, 2)
 
 
 def directives(text):
@@ -114,37 +113,33 @@ def test_nodes_that_another_job_left_in_the_environment_do_not_count(tmp_path):
     assert done.stdout == "PRL_NODES_0=n1=10.0.0.1\n", done.stderr
 
 
+def test_several_nodes_of_a_homogeneous_job_choose_their_roles_by_rank(tmp_path):
+    """The first two of four train; scontrol gives the nodes in the order of the ranks."""
+    text = script(4, mode="plain", train_nodes=2)
+    assert directives(text)[5:7] == ["--nodes=4", "--ntasks-per-node=1"]
+    scontrol = "for n in 3 1 2 4; do echo NodeName=n$n Arch=x86_64 NodeAddr=10.0.0.$n State=IDLE; done"
+    done = run(
+        text, tmp_path, {"SLURM_JOB_NODELIST": "n[1-4]"}, scontrol=scontrol, srun="env | grep -E '^(PRL_NODES|MASTER)' | sort"
+    )
+    wanted = "MASTER_ADDR=10.0.0.3\nPRL_NODES_0=n3=10.0.0.3,n1=10.0.0.1\nPRL_NODES_1=n2=10.0.0.2,n4=10.0.0.4\n"
+    assert done.stdout == wanted, done.stderr
+
+
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize(
     ("setup", "line", "words"),
     [
         (("true", "(exit 3)", "touch went_on"), "(exit 3)", "ended with code 3: ( exit 3 )"),
-        ((), "PRL_NODES_0=", "ended with code 7: PRL_NODES_0="),  # the controller does not answer
+        ((), "=$(", "ended with code 7: "),  # the controller does not answer
     ],
 )
 def test_a_line_that_fails_ends_the_script_and_is_told(nodes, setup, line, words, tmp_path):
     text = script(nodes, setup=setup)
     done = run(text, tmp_path, scontrol="exit 7")
-    number = next(n for n, found in enumerate(text.splitlines(), 1) if found.startswith(line))
+    number = next(n for n, found in enumerate(text.splitlines(), 1) if line in found)
     assert done.returncode == int(words.split()[3].rstrip(":"))
     assert done.stderr.startswith(f"{BATCH_FAILED}{number} {words}")
     assert not (tmp_path / "went_on").exists()
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("partition", "cluster.sbatch.partition: has a key of its own, cluster.partition"),
-        ("requeue", "has a key of its own, cluster.requeue"),
-        ("signal", "has a key of its own, cluster.warning_s"),
-        ("gpus_per_node", "has a key of its own, cluster.gpus_per_node"),
-        ("array", "cluster.sbatch.array: is set by prl-submit"),
-        ("output", "cluster.sbatch.output: is set by prl-submit"),
-    ],
-)
-def test_options_that_prl_sets_itself_are_refused(option, words):
-    with pytest.raises(ConfigError, match=words):
-        script(3, sbatch={option: "x"})
 
 
 def test_templates_lie_beside_the_package():

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from prl.cluster.claims import SubmissionError
 from prl.cluster.run import ProgramError
-from prl.cluster.submission import Submission, SubmissionError
+from prl.cluster.submission import Submission
 from prl.runfolder.paths import RunFolder
 
 

@@ -17,7 +17,7 @@ from prl.runfolder.paths import RunFolder
 
 def bound(folder: Path, nodes: int | None = None, **sections: dict) -> Plan:
     config = replace(dataclasses.replace(Config(), domains=(DomainOptions(name="digits"),)), **sections)
-    split = make_split(config, nodes)
+    split = make_split(replace(config, cluster={"nodes": nodes}))
     names = iter(f"10.0.0.{number}" for number in range(1, 100))
     hosts = tuple(tuple(Host(name, name) for name in (next(names) for _ in range(part.nodes))) for part in split.components)
     allocation = Allocation(None, 0, 0, hosts)

@@ -12,7 +12,7 @@ from prl.report.audit import audit, render
 from prl.runfolder.paths import RunFolder
 
 pytestmark = [pytest.mark.slurm, pytest.mark.deadline(600)]
-SHORT = ["--nodes", "3", "--wait", "--set", "run.steps=20", "run.stop_at_reward=null"]
+SHORT = ["--nodes", "3", "--follow", "--set", "run.steps=20", "run.stop_at_reward=null"]
 
 
 def rewards(ended):
@@ -76,13 +76,14 @@ def test_conventional_mode_alternates(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_node_is_a_plain_job_that_does_everything(tmp_path):
-    short = ["--nodes", "1", "--wait", "--set", "run.steps=4", "run.stop_at_reward=null", "run.evaluate_every_steps=0"]
-    ended = submit(tmp_path / "run", "configs/quickstart.yaml", *short)
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_homogeneous_job_does_everything(tmp_path, nodes):
+    short = ["cluster.mode=plain", "run.steps=4", "run.stop_at_reward=null", "run.evaluate_every_steps=0"]
+    ended = submit(tmp_path / "run", "configs/quickstart.yaml", "--nodes", str(nodes), "--follow", "--set", *short)
     assert ended.code == 0, ended.logs()
     job = json.loads((ended.folder.attempt(1) / "submission.json").read_text())
     assert job["kind"] == "plain"
-    assert sacct(job["job_id"]) == {job["job_id"]: ("COMPLETED", 1)}
+    assert sacct(job["job_id"]) == {job["job_id"]: ("COMPLETED", nodes)}
     assert ended.exit["steps"] == 4
 
 

@@ -1,0 +1,82 @@
+"""What a run would look like, and whether accelerators and nodes have the memory that it needs."""
+
+from prl.cli import console
+from prl.cluster.script import render
+from prl.cluster.split import Split
+from prl.config.layout import layout_problems
+from prl.config.load import ConfigError
+from prl.config.machine import free_memory_bytes
+from prl.config.memory import (
+    describe_memory,
+    describe_weights,
+    fullest_rank,
+    gathered_bytes,
+    kept_bytes,
+    microbatch_tokens,
+    saved_on_a_node,
+    size_in_words,
+)
+from prl.config.model_checks import model_of
+from prl.config.schema import Config
+from prl.runfolder.paths import RunFolder
+
+
+def show_plan(config: Config, split: Split, folder: RunFolder, attempt: int) -> None:
+    """Print the split, the memory that it takes, and the batch script."""
+    print(f"run {config.run.name} in {folder}\n{split.describe()}")
+    model = model_of(config)
+    if model is not None and not any(layout_problems(config.train, model)):
+        sent = gathered_bytes(config, model), kept_bytes(config, model)
+        print(describe_memory(model, config.train, split.world_size, microbatch_tokens(config), *sent))
+        saved = saved_on_a_node(model, config.train, split.world_size, _ranks_of_a_node(split))
+        print(f"  a checkpoint is written from a copy of up to {size_in_words(saved)} in the memory of a node")
+    if model is not None and not config.run.replay:
+        print(describe_weights(model, config))
+    if split.kind != "local":
+        print(f"\nbatch script:\n{render(config, split, folder, attempt)}")
+
+
+def check_memory(config: Config, split: Split) -> None:
+    """Raises ConfigError where a trainer rank needs more than its accelerator has, or a node's ranks more than the node; warns
+    where an accelerator's is not known."""
+    model, room_gib, gpus = model_of(config), config.cluster.gpu_memory_gib, config.cluster.gpus_per_node
+    if model is None:
+        return
+    sent = gathered_bytes(config, model), kept_bytes(config, model)
+    _, memory = fullest_rank(model, config.train, split.world_size, microbatch_tokens(config), *sent)
+    if room_gib is None and gpus:
+        console.tell(
+            f"prl-submit: warning: cluster.gpu_memory_gib = null: whether an accelerator holds the {memory.total / 2**30:.1f} "
+            f"GiB that a trainer rank needs is not checked; set it to an accelerator's memory"
+        )
+    if room_gib is not None and memory.total > room_gib * 2**30:
+        raise ConfigError(
+            f"cluster.gpu_memory_gib = {room_gib}: a trainer rank needs about {memory.total / 2**30:.1f}; raise "
+            f"train.tensor_parallel or train.pipeline_parallel, set train.distributed_optimizer, train.optimizer_offload or "
+            f"train.recompute, or lower "
+            f"preprocess.pack_tokens; --dry-run shows the parts"
+        )
+    ranks = _ranks_of_a_node(split)
+    saved = saved_on_a_node(model, config.train, split.world_size, ranks)
+    _check_node_memory(config, split, ranks * (memory.on_the_host + (0 if gpus else memory.total)), saved)
+
+
+def _check_node_memory(config: Config, split: Split, held: int, saved: int) -> None:
+    """What a node's trainer ranks hold, and copy for a checkpoint; a run on this machine's CPUs is checked with all else
+    (`machine_problems`)."""
+    has, who = config.cluster.memory_per_node_gib or None, f"cluster.memory_per_node_gib = {config.cluster.memory_per_node_gib}"
+    if split.kind == "local":
+        if not config.cluster.gpus_per_node:
+            return
+        has = free_memory_bytes() / 2**30
+        who = f"this machine has {has:.1f} GiB of memory free"
+    if has is not None and held + saved > has * 2**30:
+        how = ", with train.optimizer_offload = true" if config.train.optimizer_offload else ""
+        raise ConfigError(
+            f"{who}: a node's {_ranks_of_a_node(split)} trainer ranks need about {size_in_words(held + saved)}{how}, "
+            f"{size_in_words(saved)} of it for the copy that a checkpoint is written from; give it more, or fewer of them"
+        )
+
+
+def _ranks_of_a_node(split: Split) -> int:
+    return max(component.node.trainer_ranks for component in split.components)

@@ -1,0 +1,76 @@
+"""A job from its start to its end: progress, the cause of its end, and what to do next."""
+
+import shlex
+
+from prl.cli import console
+from prl.cli.ending import explain, full_filesystem
+from prl.cli.progress import follow
+from prl.cluster.submission import Submission
+from prl.config.schema import Config
+from prl.runfolder.logs import log_end
+from prl.runfolder.outcome import Outcome, read_outcome
+from prl.runfolder.paths import RunFolder
+
+FAILED = 1
+KILLED = "the job's first process was killed before it could say why"
+NOT_BEGUN = "the job ended before its first process began"
+BATCH_LINES = 5  # of what a batch script said
+
+
+def follow_job(job: Submission, config: Config) -> int:
+    """Show progress to the end; the run's exit code."""
+    outcome = follow(job.run, job.attempt, config, job.ended)
+    left = job.end_rest(config.control.stop_s)  # a killed job leaves processes behind
+    if left:
+        console.tell(f"{KILLED}; it left {left} processes, which were ended")
+    return report_end(job, outcome or read_outcome(job.run.exit(job.attempt)))
+
+
+def report_end(job: Submission, outcome: Outcome | None) -> int:
+    """Say how a job ended, why, and how to go on; the exit code."""
+    if outcome is not None and outcome.code == 0:
+        print(f"{outcome.outcome}: {console.printable(outcome.cause)} (exit code 0)\nrun folder: {job.run}")
+        return 0
+    if outcome is None:
+        said = _last_words(job)
+        if job.kind == "local":
+            explain(job, FAILED, said)
+        ended, code = f"the run failed (job {job.job_id} is {job.state()}): {console.printable(said)}", FAILED
+        log = f"see {job.job.paths.stderr}" if said == KILLED and job.job.paths.stderr.exists() else ""
+    else:
+        code, log = outcome.code or FAILED, outcome.log_end
+        ended = f"{outcome.outcome}: {console.printable(outcome.cause)} (exit code {code})"
+    console.tell("\n".join(filter(None, [ended, console.printable(log), f"logs: {job.run.logs(job.attempt)}"])))
+    tell_how_to_go_on(job.run)
+    return code
+
+
+def _last_words(job: Submission) -> str:
+    """What is known of the end of a job that wrote no exit.json."""
+    full = full_filesystem(job.run.path)
+    traceback = job.traceback()
+    if full or traceback:
+        return full or (traceback or "").rstrip().splitlines()[-1]
+    if job.kind == "local":
+        return KILLED
+    said = log_end(job.run.batch_log(job.attempt), BATCH_LINES)
+    how = KILLED if job.run.plan(job.attempt).exists() else NOT_BEGUN
+    return f"{how}; its batch script said ({job.run.batch_log(job.attempt)}):\n{said}" if said else how
+
+
+def tell_how_to_go_on(run: RunFolder) -> None:
+    console.tell(f"run folder: {run}")
+    if run.manifests():
+        console.tell(f"go on with: prl-submit --resume {shlex.quote(str(run))}")
+
+
+def tell_next_steps(job: Submission) -> None:
+    """How a Slurm job is looked at and ended from now on."""
+    run, logs, stop = (shlex.quote(str(path)) for path in (job.run, job.run.logs(job.attempt), job.run.stop))
+    print(f"job {job.job_id} submitted; what to do next:")
+    print(f"  prl-submit --status {run}            is it running?")
+    print(f"  prl-submit --status {run} --follow   its progress, to its end")
+    print(f"  prl-report {run}                     how does it learn?")
+    print(f"  tail -F {logs}/*.log")
+    print(f"  touch {stop}   end after the step in hand, with a checkpoint")
+    print(f"  prl-submit --cancel {run}            end at once", flush=True)

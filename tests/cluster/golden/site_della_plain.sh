@@ -1,0 +1,41 @@
+#!/bin/bash
+# Homogeneous job: the first nodes train, the others sample, or one node does both. Filled in by prl-submit; see slurm/README.md.
+#SBATCH --job-name=golden
+#SBATCH --output=/scratch/me/runs/golden/attempt_001/logs/batch.log
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+#SBATCH --signal=USR1@120
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=60
+#SBATCH --account=me
+#SBATCH --cpus-per-task=48
+#SBATCH --gres=gpu:4
+#SBATCH --constraint=gpu80
+
+set -eo pipefail
+trap 'echo "batch script: line $LINENO ended with code $?: $BASH_COMMAND" >&2' ERR
+# lines of cluster.setup
+
+# end of cluster.setup
+
+export NCCL_NET=IB
+export PYTHONSAFEPATH=1
+export PRL_RUN=/scratch/me/runs/golden
+export PRL_ATTEMPT=1
+export PRL_TASK_LOGS=/scratch/me/runs/golden/attempt_001/submitit
+export PYTHONPATH=/scratch/me/runs/golden/code"${PYTHONPATH:+:$PYTHONPATH}"
+export SUBMITIT_EXECUTOR=slurm
+# Names and addresses of all nodes, in the order of the ranks: "n1=10.0.0.1,n2=10.0.0.2"; the first 1 train.
+nodes=$(scontrol -o show node "$SLURM_JOB_NODELIST" | sed -n 's/.*NodeName=\([^ ]*\) .*NodeAddr=\([^ ]*\) .*/\1=\2/p' | paste -sd,)
+PRL_NODES_0=$(cut -d, -f-1 <<<"$nodes")
+PRL_NODES_1=$(cut -s -d, -f$((1 + 1))- <<<"$nodes")
+[ -n "$PRL_NODES_1" ] || unset PRL_NODES_1 # one node has all roles
+MASTER_ADDR=${PRL_NODES_0%%,*}
+MASTER_ADDR=${MASTER_ADDR#*=}
+export PRL_NODES_0 ${PRL_NODES_1+PRL_NODES_1} MASTER_ADDR
+unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
+
+srun --export=ALL --unbuffered --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none \
+  bash -c 'exec "$@" >>"$PRL_TASK_LOGS/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>>"$PRL_TASK_LOGS/${SLURM_JOB_ID}_${SLURM_PROCID}_log.err"' task \
+  /venv/bin/python -u -m submitit.core._submit /scratch/me/runs/golden/attempt_001/submitit

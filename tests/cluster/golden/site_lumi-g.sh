@@ -1,0 +1,64 @@
+#!/bin/bash
+# Heterogeneous job: component 0 trains, component 1 samples. Filled in by prl-submit; see slurm/README.md.
+#SBATCH --job-name=golden
+#SBATCH --output=/scratch/me/runs/golden/attempt_001/logs/batch.log
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+#SBATCH --signal=USR1@120
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=60
+#SBATCH --partition=standard-g
+#SBATCH --account=me
+#SBATCH --cpus-per-task=56
+#SBATCH --mem=0M
+#SBATCH --gpus-per-node=8
+#SBATCH hetjob
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=60
+#SBATCH --partition=standard-g
+#SBATCH --account=me
+#SBATCH --cpus-per-task=56
+#SBATCH --mem=0M
+#SBATCH --gpus-per-node=8
+
+set -eo pipefail
+trap 'echo "batch script: line $LINENO ended with code $?: $BASH_COMMAND" >&2' ERR
+# lines of cluster.setup
+
+# end of cluster.setup
+
+export NCCL_NET='AWS Libfabric'
+export NCCL_NET_GDR_LEVEL=3
+export NCCL_CROSS_NIC=1
+export FI_PROVIDER=cxi
+export FI_CXI_DEFAULT_CQ_SIZE=131072
+export FI_CXI_DISABLE_HOST_REGISTER=1
+export FI_CXI_RDZV_PROTO=alt_read
+export FI_CXI_DISABLE_CQ_HUGETLB=1
+export PYTHONSAFEPATH=1
+export PRL_RUN=/scratch/me/runs/golden
+export PRL_ATTEMPT=1
+export PRL_TASK_LOGS=/scratch/me/runs/golden/attempt_001/submitit
+export PYTHONPATH=/scratch/me/runs/golden/code"${PYTHONPATH:+:$PYTHONPATH}"
+export SUBMITIT_EXECUTOR=slurm
+# Names and addresses of the nodes of each component, in the order of the ranks: "n1=10.0.0.1,n2=10.0.0.2".
+nodes_of() {
+  scontrol -o show node "$1" | sed -n 's/.*NodeName=\([^ ]*\) .*NodeAddr=\([^ ]*\) .*/\1=\2/p' | paste -sd,
+}
+PRL_NODES_0=$(nodes_of "$SLURM_JOB_NODELIST_HET_GROUP_0")
+PRL_NODES_1=$(nodes_of "$SLURM_JOB_NODELIST_HET_GROUP_1")
+# Not the first of SLURM_JOB_NODELIST: that list is merged over the components and sorted.
+MASTER_ADDR=${PRL_NODES_0%%,*}
+MASTER_ADDR=${MASTER_ADDR#*=}
+export PRL_NODES_0 PRL_NODES_1 MASTER_ADDR
+
+# Component 0's own limits must not become the other component's.
+unset SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
+
+# One step over both components, one task a node. The tasks redirect themselves: in such a step srun's --output expands
+# %j and %t to other numbers than the tasks see.
+srun --het-group=0-1 --export=ALL --unbuffered --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none \
+  bash -c 'exec "$@" >>"$PRL_TASK_LOGS/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>>"$PRL_TASK_LOGS/${SLURM_JOB_ID}_${SLURM_PROCID}_log.err"' task \
+  apptainer exec --rocm --bind /scratch/me/runs/golden:/scratch/me/runs/golden,/models/a:/models/a,/opt/cray:/opt/cray,/var/spool/slurmd:/var/spool/slurmd,/usr/lib64/libcxi.so.1:/usr/lib64/libcxi.so.1 /images/prl.sif python3 -u -m submitit.core._submit /scratch/me/runs/golden/attempt_001/submitit

@@ -1,0 +1,136 @@
+"""What is asked of Slurm: sbatch's options for each component; names that it has not are refused with the nearest."""
+
+import subprocess
+
+import pytest
+
+from prl.cluster.requests import request_problems, requests
+from prl.cluster.run import Output, ProgramError
+from prl.cluster.sbatch_names import LISTED, parse_help
+from prl.cluster.split import make_split
+from prl.config.load import replace
+from prl.config.schema import Config
+
+HELP = """Usage: sbatch [OPTIONS(0)...] [ : [OPTIONS(N)...]] script(0) [args(0)...]
+
+Parallel run options:
+  -a, --array=indexes         job array index values
+      --begin=time            defer job until HH:MM MM/DD/YY, see --deadline
+  -B  --extra-node-info=S[:C[:T]]  combine request of sockets per node
+
+Options provided by plugins:
+      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH
+                              [pyxis] the image to use for the container
+      --uenv=<file>[:mount-point][,<file:mount-point>]*
+"""
+
+
+def asked(nodes=3, **cluster):
+    config = replace(Config(), cluster={"nodes": nodes, **cluster})
+    return requests(config, make_split(config))
+
+
+def problems(nodes=3, runner=None, **cluster):
+    config = replace(Config(), cluster={"nodes": nodes, **cluster})
+    return list(request_problems(config, make_split(config), runner or (lambda *_, **__: Output(0, HELP, ""))))
+
+
+def test_components_may_ask_for_different_things():
+    both = {"partition": "a100", "account": "me", "memory_per_node_gib": 1.5, "time_min": 90}
+    own = {"partition": "h200", "mem": "900G", "constraint": "big", "exclusive": False}
+    train, sample = asked(**both, sbatch={"constraint": "any", "exclusive": True}, sbatch_train=own)
+    assert (train.component, train.nodes, sample.component, sample.nodes) == ("train", 1, "sample", 2)
+    assert dict(train.options) == {
+        **{"nodes": 1, "ntasks-per-node": 1, "time": 90, "partition": "h200", "account": "me", "mem": "900G"},
+        "constraint": "big",
+    }
+    assert dict(sample.options) == {
+        **{"nodes": 2, "ntasks-per-node": 1, "time": 90, "partition": "a100", "account": "me", "mem": "1536M"},
+        **{"constraint": "any", "exclusive": True},
+    }
+    assert (train.partition, train.memory_mib, sample.memory_mib) == ("h200", 900 * 1024, 1536)
+
+
+@pytest.mark.parametrize(
+    ("keys", "option"),
+    [
+        ({}, {"gpus-per-node": 4}),
+        ({"gpu_type": "h100"}, {"gpus-per-node": "h100:4"}),
+        ({"gpu_request": "gres"}, {"gres": "gpu:4"}),
+        ({"gpu_request": "gres", "gpu_type": "h100", "sbatch": {"gres": "nvme:1"}}, {"gres": "gpu:h100:4,nvme:1"}),
+        ({"gpu_request": "none"}, {}),
+    ],
+)
+def test_sites_ask_for_accelerators_in_their_own_ways(keys, option):
+    (request,) = asked(nodes=1, gpus_per_node=4, **keys)
+    assert {name: value for name, value in request.options.items() if "g" in name} == option
+    assert request.gpus == (4 if option else 0)
+
+
+def test_a_homogeneous_job_asks_once_for_all_nodes():
+    (request,) = asked(nodes=5, mode="plain", train_nodes=2)
+    assert (request.component, request.nodes, request.options["nodes"]) == ("all", 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"constrain": "h100"}, "cluster.sbatch.constrain: sbatch has no such option; did you mean constraint?"),
+        ({"C": "h100"}, "cluster.sbatch.C: sbatch has no such option; write its long name, constraint"),
+        ({"container-imag": "x"}, "cluster.sbatch.container-imag: sbatch has no such option; did you mean container-image?"),
+        ({"foo bar": 1}, "cluster.sbatch.foo bar: sbatch has no such option; sbatch --help lists them"),
+        ({"partition": "x"}, "cluster.sbatch.partition: has a key of its own, cluster.partition"),
+        ({"gpus_per_node": 1}, "cluster.sbatch.gpus_per_node: has a key of its own, cluster.gpus_per_node"),
+        ({"--time": 1}, "cluster.sbatch.--time: has a key of its own, cluster.time_min"),
+        ({"gres": "gpu:2"}, "cluster.sbatch.gres = gpu:2: accelerators are asked for by cluster.gpus_per_node, in the way"),
+        ({"array": "1-3"}, "cluster.sbatch.array: is set by prl-submit and cannot be changed: a run is one job"),
+        ({"output": "x"}, "cluster.sbatch.output: is set by prl-submit and cannot be changed"),
+        ({"--requeue": True}, "cluster.sbatch.--requeue: has a key of its own, cluster.requeue"),
+        ({"signal": "TERM"}, "cluster.sbatch.signal: has a key of its own, cluster.warning_s"),
+        ({"clusters": "b"}, "cluster.sbatch.clusters: prl asks the cluster of the login node"),
+    ],
+)
+def test_options_that_cannot_be(options, words):
+    (line,) = problems(sbatch=options)
+    assert line.startswith(words)
+
+
+def test_every_bad_option_is_told_at_once_and_those_of_the_sites_plugins_are_good():
+    assert problems(sbatch={"uenv": "x", "container-image": "y", "hint": "nomultithread", "tres_per_task": "cpu:1"}) == []
+    told = problems(
+        sbatch={"outptu": 1}, sbatch_train={"tmie": 1, "partition": "p"}, sbatch_sample={"mem": "much", "cpus_per_task": "all"}
+    )
+    assert [line.split(":")[0] for line in told] == [
+        *(
+            "cluster.sbatch.outptu",
+            "cluster.sbatch_train.tmie",
+            "cluster.sbatch_sample.cpus-per-task = all",
+            "cluster.sbatch_sample.mem = much",
+        )
+    ]
+    (line,) = problems(nodes=1, sbatch_train={"partition": "p"})
+    assert line.startswith("cluster.sbatch_train: is for one component of a heterogeneous job, which this is not (plain)")
+
+
+def test_sbatch_is_asked_only_where_the_list_is_not_enough():
+    def missing(*_, **__):
+        raise ProgramError("sbatch: no such program on PATH")
+
+    assert problems(runner=missing, sbatch={"constraint": "h100"}) == []
+    (line,) = problems(runner=missing, sbatch={"uenv": "x"})
+    assert line == (
+        "cluster.sbatch.uenv: sbatch has no such option; sbatch --help lists them (an option of this site's alone would need "
+        "its sbatch, but sbatch: no such program on PATH)"
+    )
+
+
+def test_names_in_the_help_of_sbatch():
+    assert parse_help(HELP) == {"array", "begin", "extra-node-info", "container-image", "uenv"}
+
+
+@pytest.mark.slurm
+def test_the_list_has_what_this_sbatch_has():
+    said = subprocess.run(["sbatch", "--help"], capture_output=True, text=True, check=True, timeout=30).stdout
+    names = parse_help(said)
+    assert len(names) > 90
+    assert names <= LISTED
