@@ -31,8 +31,9 @@ def children_of(pid: int, folder: RunFolder) -> dict[str, psutil.Process]:
             line = process.cmdline()
         except psutil.NoSuchProcess:
             continue  # has ended meanwhile
-        if environment.get("PRL_RUN") == str(folder) and "PRL_ROLE" in environment and line[1:2] == ["-m"]:
-            found.setdefault(f"{environment['PRL_ROLE']} {environment['PRL_INDEX']}", process)
+        role, index = environment.get("PRL_ROLE"), environment.get("PRL_INDEX")
+        if environment.get("PRL_RUN") == str(folder) and role and index and line[1:2] == ["-m"]:
+            found.setdefault(f"{role} {index}", process)
     return found
 
 

@@ -496,7 +496,7 @@ def test_a_file_that_the_disk_does_not_give_is_set_aside(tmp_path, monkeypatch, 
     def fails(*arguments):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "readv", fails)
+    monkeypatch.setattr(os, "preadv", fails)
     with pytest.raises(StreamError, match=f"cannot be read .{os.strerror(code)}"):
         reader.read(entry)
     assert reader.unreadable == 1
