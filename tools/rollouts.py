@@ -85,7 +85,7 @@ def main() -> int:
         print(f"rollouts: {run.model / 'tokenizer.json'}: cannot be read, and texts need it: {error}", file=sys.stderr)
         return 1
     try:
-        name = load(run.config).run.name
+        name = load(run.config).run.mark
     except ConfigError as error:
         print(f"rollouts: {'; '.join(error.args)}", file=sys.stderr)
         return 1

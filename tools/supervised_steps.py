@@ -126,7 +126,7 @@ def write_steps(config: Config, folder: RunFolder, pairs: Sequence[Pair], passes
         if fitting:
             steps += 1
             made = build_step(fitting, Moment(steps, 0, {}, 0), options, ranks)
-            write_step(folder.steps, made.microbatches, made.facts, run=config.run.name, attempt=1, sequence=steps)
+            write_step(folder.steps, made.microbatches, made.facts, run=config.run.mark, attempt=1, sequence=steps)
     if not steps:
         raise ValueError(f"no answer that fits preprocess.pack_tokens = {config.preprocess.pack_tokens} among {len(pairs)}")
     return steps, left_out

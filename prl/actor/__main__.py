@@ -40,7 +40,7 @@ async def main(child: Child, control: ControlClient) -> None:
             verifier if config.verifier.processes > 0 else None,
         )
         leave_what_is_loaded()  # the problems, too
-        publisher = rollout_publisher(child.run, config.run.name, child.attempt, control, config.streams, config.control)
+        publisher = rollout_publisher(child.run, config.run.mark, child.attempt, control, config.streams, config.control)
         await control.join(
             {
                 "problems": {name: len(task.train) for name, task in tasks.items()},

@@ -1,7 +1,9 @@
 """The configuration that prl-submit is asked to run: a file's or a run's, with what the command line says."""
 
 import argparse
+import secrets
 import shlex
+import string
 from pathlib import Path
 
 from prl.cli import console
@@ -27,6 +29,7 @@ def read_config(options: argparse.Namespace) -> tuple[Config, RunFolder, int]:
         raise ConfigError("name a configuration, e.g. configs/quickstart.yaml, or a run with --resume")
     else:
         config = load(options.config, options.set, site_folder())
+        config = replace(config, run={"id": _new_id()})  # also where it is another run's config.yaml
     if options.replay is not None:
         config = replace(config, run={"replay": str(Path(options.replay).absolute())})
     if options.replay_rollouts:
@@ -35,6 +38,11 @@ def read_config(options: argparse.Namespace) -> tuple[Config, RunFolder, int]:
         config = replace(config, run={"replay_from": "rollouts"})
     config = resolve_paths(with_cluster_arguments(config, options), here)
     return config, RunFolder(config.run.folder), attempt
+
+
+def _new_id() -> str:
+    """Letters alone, which YAML cannot take for a number."""
+    return "".join(secrets.choice(string.ascii_lowercase) for _ in range(8))
 
 
 def _read_resumed(options: argparse.Namespace) -> tuple[Config, int]:

@@ -12,6 +12,7 @@ FIXED_KEYS = (
     "model",
     "domains",
     "run.name",
+    "run.id",
     "run.folder",
     "run.seed",
     "run.replay",

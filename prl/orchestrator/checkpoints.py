@@ -56,7 +56,7 @@ class Checkpoints:
         self._asked = False  # somebody wants the next step to be saved
         self._failures = 0  # saves that came to nothing, and
         self._retired = 0  # checkpoints that were deleted, so far
-        self._reclaimer = Reclaimer(run, config.run.name, attempt, in_files=config.streams.backend == "folder")
+        self._reclaimer = Reclaimer(run, config.run.mark, attempt, in_files=config.streams.backend == "folder")
         self._reclaims = config.streams.keep == "needed"
         # The newest checkpoint. What it makes superfluous in the streams stays until the next one: should that turn out
         # damaged, a resume goes on from this one.

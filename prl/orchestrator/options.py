@@ -9,6 +9,9 @@ from prl.config.bounds import Above, AtLeast, Below
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     name: Annotated[str, "name of the run; also the Slurm job's name"] = "prl"
+    id: Annotated[
+        str, "tells this run's files from those of another run of its name; drawn by prl-submit when a run begins"
+    ] = ""
     folder: Annotated[str, "run folder on the shared filesystem; default: runs/<name>"] = ""
     replay: Annotated[
         str, "run folder that is trained on again, without samplers and actors; what prl-submit --replay sets"
@@ -53,6 +56,11 @@ class RunOptions:
     evaluate_problems: Annotated[int, "held-out problems, one sampled answer each", AtLeast(1)] = 512
     stop_at_reward: Annotated[float | None, "end when evaluations reach this mean reward; null: train all steps"] = None
     stop_after_evaluations: Annotated[int, "evaluations in a row that must reach stop_at_reward", AtLeast(1)] = 2
+
+    @property
+    def mark(self) -> str:
+        """What the files of the run's streams say of whose they are."""
+        return f"{self.name}-{self.id}" if self.id else self.name
 
     @property
     def lag_limit(self) -> int:

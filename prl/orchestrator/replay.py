@@ -25,7 +25,7 @@ def replayed_steps(config: Config, after: int) -> list[StepEntry]:
     if config.run.replay_from == "rollouts":
         return []
     run = RunFolder(config.run.replay)
-    name, found, newest = load(run.config).run.name, all_steps(run.steps), max(run.attempts(), default=0)
+    name, found, newest = load(run.config).run.mark, all_steps(run.steps), max(run.attempts(), default=0)
     entries = []
     for step in range(after + 1, config.run.steps + 1):
         if step not in found:

@@ -84,7 +84,7 @@ def find_start(run: RunFolder, config: Config, *, parts: bool = True, lineage: i
     if config.run.replay:
         waiting = replayed_steps(config, step)
     else:
-        waiting, told = _steps_behind(run, config.run.name, step, earlier, since)
+        waiting, told = _steps_behind(run, config.run.mark, step, earlier, since)
         _check_trained_again(run, step, waiting, since, refused)
     in_files = {rollout for entry in waiting for rollout in entry.trained}
     keep = {rollout.group for rollout in in_files}

@@ -44,7 +44,7 @@ async def preprocess(child: Child, client: ControlClient) -> None:
     maker = StepMaker(options, run.groups_per_step, run.order, held_bytes)
     vocabulary = read_model_config(child.run.model).vocabulary
     settings = BuilderSettings(
-        str(child.run.path), run.name, child.attempt, options, child.config.streams, _data_parallel_size(child), vocabulary
+        str(child.run.path), run.mark, child.attempt, options, child.config.streams, _data_parallel_size(child), vocabulary
     )
     workshop = Workshop(settings, options.processes)
     try:
@@ -87,7 +87,7 @@ class _Loop:
         self._dropped: Counter[str] = Counter()  # reason to rollouts, since the last step
         self._wait_s = child.config.control.wait_s
         self._sequence = next_sequence(child.run.steps)
-        self._reader = open_reader(child.run, child.config.run.name, child.attempt, child.config.streams, vocabulary)
+        self._reader = open_reader(child.run, child.config.run.mark, child.attempt, child.config.streams, vocabulary)
         self._unreadable: set[str] = set()  # entries
         self._seen: dict[str, int] = {}  # writer -> last entry announced
         self._released: dict[str, int] = {}  # writer -> last entry that is done with

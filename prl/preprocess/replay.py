@@ -39,7 +39,7 @@ class Original:
         """`vocabulary`: how many tokens the model knows. Reads the ledger, and looks once into every rollout file; those that
         cannot be read, or that another run or model has written, are named and passed over, as no step may need them."""
         self.run = run
-        name = load(run.config).run.name
+        name = load(run.config).run.mark
         self._steps = _groups_of_steps(run)
         self._files: dict[tuple[int, int], StreamFile] = {}  # by group and issue
         self._read = lru_cache(_FILES_HELD)(_read)
@@ -122,7 +122,7 @@ def _write(child: Child, made: Step, sequence: int) -> StreamFile:
         child.run.steps,
         made.microbatches,
         made.facts,
-        run=child.config.run.name,
+        run=child.config.run.mark,
         attempt=child.attempt,
         sequence=sequence,
         metrics=made.metrics,

@@ -91,7 +91,7 @@ def audit(path: Path | str) -> Audit:
         return _with_findings(result, findings)
     _count(result, ledger)
     _check_ids(result, ledger, findings)
-    files = read_rollout_files(run, config.run.name, lambda: _reclaimed(run), ledger.problems, findings)
+    files = read_rollout_files(run, config.run.mark, lambda: _reclaimed(run), ledger.problems, findings)
     _check_rollout_files(result, run, config, ledger, files, findings)
     _check_step_files(result, run, config, ledger, files, findings)
     result.reclaimed_files = len(_reclaimed(run))
@@ -348,7 +348,7 @@ def _check_step_files(
             if step not in gone and recorded is not None and len(recorded):
                 findings.add(f"step {step}", f"its file is not there; {len(recorded)} rollouts were trained in it")
             continue
-        own, useless = open_own_step(found[step], config.run.name, step, newest)
+        own, useless = open_own_step(found[step], config.run.mark, step, newest)
         if own is None and not any(os.path.lexists(file.path) for file in found[step]):
             gone = _reclaimed_steps(run)
             if step in gone:

@@ -160,9 +160,9 @@ def _train(
 
 
 def _writing_run(config: Config) -> str:
-    """The name of the run whose preprocessor writes the step files: this one, but where another's are trained on again."""
+    """The mark of the run whose preprocessor writes the step files: this one, but where another's are trained on again."""
     replays_files = config.run.replay and config.run.replay_from == "steps"
-    return load(RunFolder(config.run.replay).config).run.name if replays_files else config.run.name
+    return load(RunFolder(config.run.replay).config).run.mark if replays_files else config.run.mark
 
 
 def _next_order(

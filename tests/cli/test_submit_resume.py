@@ -10,6 +10,7 @@ import pytest
 from submitting import checkpoint, wait_for, with_function
 
 from prl.cli import submit
+from prl.config.load import load
 
 
 def test_resume_needs_a_finished_checkpoint(config, capsys):
@@ -102,6 +103,7 @@ def test_a_checkpoint_without_all_of_its_files_is_told_before_an_attempt_is_made
         ("domains.0.weight=2", "domains"),
         ("run.seed=4", "run.seed"),
         ("run.name=other", "run.name"),
+        ("run.id=other", "run.id"),
         ("streams.backend=redis", "streams.backend"),
         ("train.lora_rank=4", "train.lora_rank"),
         ("train.dtype=bfloat16", "train.dtype"),
@@ -117,6 +119,25 @@ def test_a_resume_refuses_to_change_what_has_no_effect_any_more(config, capsys, 
     assert submit.main(["--resume", "runs/one", "--dry-run", "--set", "run.steps=30", "train.learning_rate=1e-5"]) == 0
     assert submit.main(["--resume", "runs/one", "--dry-run", "--set", key]) == 2
     assert f"--resume runs/one: {told} cannot be changed in a run that has begun" in capsys.readouterr().err
+
+
+def test_a_run_has_a_mark_of_its_own_for_good(config):
+    """Also one that begins with another's configuration."""
+
+    def mark(run):
+        return load(run / "config.yaml").run.mark
+
+    assert with_function("fail", "c.yaml").wait(60) == 1
+    one, two = config / "runs/one", config / "runs/two"
+    assert with_function("fail", one / "config.yaml", "--set", f"run.folder={two}").wait(60) == 1
+    first = mark(one)
+    assert re.fullmatch("one-[a-z]{8}", first)
+    assert re.fullmatch("one-[a-z]{8}", mark(two))
+    assert mark(two) != first
+    (one / "checkpoints/step_000010").mkdir()
+    checkpoint(one, 10)
+    assert with_function("fail", "--resume", one).wait(60) == 1
+    assert mark(one) == first
 
 
 def test_of_two_resumes_at_once_one_runs_and_the_other_is_told(config):

@@ -31,13 +31,19 @@ from prl.streams.steps import find_steps, write_step
 from prl.trainer.options import ModelOptions
 
 CONFIG = Config(
-    run=RunOptions(name="r", steps=10, groups_per_step=2, rollouts_per_group=3, max_lag=2),
+    run=RunOptions(name="r", id="1", steps=10, groups_per_step=2, rollouts_per_group=3, max_lag=2),
     domains=(DomainOptions(name="digits"),),
 )
 
 
 def step_file(
-    run: RunFolder, step: int, ids: list[RolloutId], sequence: int, writer: str = "r", attempt: int = 1, token: int = 15
+    run: RunFolder,
+    step: int,
+    ids: list[RolloutId],
+    sequence: int,
+    writer: str = CONFIG.run.mark,
+    attempt: int = 1,
+    token: int = 15,
 ) -> None:
     tokens = 2 * len(ids)
     floats = np.ones(tokens, np.float32)
@@ -394,8 +400,8 @@ def test_a_step_file_that_is_not_this_runs_own_is_not_trained(tmp_path, caplog, 
     first.checkpoint(1)
     first.train(2, 2, 3)
     if foreign == "of another run":
-        step_file(first.run, 3, first.ids(4, 5), 3, writer="another")
-        words = "of run 'another', this is run 'r'"
+        step_file(first.run, 3, first.ids(4, 5), 3, writer="r-2")  # of the same name
+        words = "of run 'r-2', this is run 'r-1'"
     elif foreign == "of another step":
         second = find_steps(first.run.steps)[2].path
         shutil.copy(second, second.with_name(second.name.replace("step_00000002", "step_00000003")))
@@ -427,7 +433,7 @@ def test_a_foreign_file_of_a_trained_step_hides_none_of_the_runs_own(tmp_path, c
     own = find_steps(first.run.steps)[2]
     step_file(first.run, 2, first.ids(2, 3), 7)
     flip(find_steps(first.run.steps)[2].path, 100)
-    step_file(first.run, 2, first.ids(4, 5), 8, writer="another")
+    step_file(first.run, 2, first.ids(4, 5), 8, writer="r-2")
     step_file(first.run, 2, first.ids(4, 5), 9, attempt=999)
     start = find_start(first.run, CONFIG)
     assert [entry.file["path"] for entry in start.waiting] == [str(own.path.relative_to(first.run.path))]
@@ -436,7 +442,7 @@ def test_a_foreign_file_of_a_trained_step_hides_none_of_the_runs_own(tmp_path, c
         "step 2 is trained from another file; set aside as of no use"
     ] * 3
     assert "of attempt 999, the run's newest is attempt 1" in start.refused[0]
-    assert "of run 'another', this is run 'r'" in start.refused[1]
+    assert "of run 'r-2', this is run 'r-1'" in start.refused[1]
     assert "checksum" in start.refused[2]
     assert all(words in caplog.text for words in start.refused)
     assert {path.name[:18] for path in first.run.quarantine.glob("*.arrow")} == {"steps_step_0000000"}
