@@ -1,10 +1,12 @@
 """A job from its start to its end: progress, the cause of its end, and what to do next."""
 
 import shlex
+from dataclasses import replace
 
 from prl.cli import console
 from prl.cli.ending import explain, full_filesystem
 from prl.cli.progress import follow
+from prl.cluster.claims import read_record
 from prl.cluster.submission import Submission
 from prl.config.schema import Config
 from prl.runfolder.logs import log_end
@@ -18,12 +20,23 @@ BATCH_LINES = 5  # of what a batch script said
 
 
 def follow_job(job: Submission, config: Config) -> int:
-    """Show progress to the end; the run's exit code."""
-    outcome = follow(job.run, job.attempt, config, job.ended)
+    """Show progress to the end, also of the attempts that the job begins after Slurm has put it into the queue again; the run's
+    exit code."""
+    outcome = follow(job.run, job.attempt, config, lambda wait_s: job.ended(wait_s) or _was_requeued(job))
+    if _was_requeued(job):
+        how = "ended without a word" if outcome is None else f"{outcome.outcome}: {console.printable(outcome.cause)}"
+        print(f"attempt {job.attempt} {how}; job {job.job_id} goes on as attempt {job.attempt + 1}", flush=True)
+        return follow_job(replace(job, attempt=job.attempt + 1), config)
     left = job.end_rest(config.control.stop_s)  # a killed job leaves processes behind
     if left:
         console.tell(f"{KILLED}; it left {left} processes, which were ended")
     return report_end(job, outcome or read_outcome(job.run.exit(job.attempt)))
+
+
+def _was_requeued(job: Submission) -> bool:
+    """Whether the same job has begun the next attempt."""
+    later = job.attempt + 1
+    return job.run.submission(later).exists() and read_record(job.run, later).job_id == job.job_id
 
 
 def report_end(job: Submission, outcome: Outcome | None) -> int:

@@ -108,7 +108,8 @@ def follow(
                 if event.role in LEADERS and event.index == 0:
                     heard = clock()
         silent_s = 0.0 if heard is None else clock() - heard
-        if silent_s >= max(config.control.lost_after_s, LEAST_SILENCE_S) and not over:
+        is_silent = silent_s >= max(config.control.lost_after_s, LEAST_SILENCE_S) and not over
+        if is_silent and not run.exit(attempt).exists():  # the job may wait in the queue again
             heard = None  # said once, until there is something new
             words = f"{SILENT.format(seconds=silent_s)}; see {run.logs(attempt)}"
             stream.write(f"\r{words}\x1b[K\n" if overwrite else f"{words}\n")

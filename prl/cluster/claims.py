@@ -44,6 +44,7 @@ class Record:
     tasks: int  # one a node
     host: str  # where prl-submit ran
     submitted: float  # seconds since the epoch
+    folder: Path  # submitit's; that of the attempt with which the job began
 
 
 def next_attempt(folder: RunFolder) -> int:
@@ -216,7 +217,8 @@ def read_record(folder: RunFolder, attempt: int) -> Record:
     try:
         facts = json.loads(read_plain(path))
         nodes = [int(number) for number in facts["nodes"]]
-        return Record(facts["kind"], str(facts["job_id"]), sum(nodes), str(facts["host"]), float(facts["submitted"]))
+        job_id, host, submitted = str(facts["job_id"]), str(facts["host"]), float(facts["submitted"])
+        return Record(facts["kind"], job_id, sum(nodes), host, submitted, Path(facts["folder"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}: no record of a submission ({type(error).__name__}: {error}), so that nobody can tell whether that job "

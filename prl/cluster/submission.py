@@ -178,5 +178,5 @@ def _kill_group(pid: int) -> None:
 def reopen(folder: RunFolder, attempt: int) -> Submission:
     """The job of an attempt that another command submitted under Slurm. Raises ConfigError where it has no record."""
     record = read_record(folder, attempt)
-    job = SlurmJob(folder=submitit_folder(folder, attempt), job_id=record.job_id, tasks=range(record.tasks))
+    job = SlurmJob(folder=record.folder, job_id=record.job_id, tasks=range(record.tasks))
     return Submission(folder, attempt, record.kind, job, record.submitted)

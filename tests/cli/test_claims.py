@@ -36,7 +36,7 @@ def of(tmp_path):
 
 
 def submitted(folder, attempt, host=None):
-    facts = {"kind": "local", "job_id": "1", "nodes": [1], "submitted": 0.0, "host": host or os.uname().nodename}
+    facts = {"kind": "local", "job_id": "1", "nodes": [1], "submitted": 0.0, "host": host or os.uname().nodename, "folder": ""}
     (folder.attempt(attempt) / "submission.json").write_text(json.dumps(facts))
 
 

@@ -85,16 +85,16 @@ def test_a_batch_script_that_failed_is_quoted(job, capsys):
 
 
 def test_a_failed_run_says_why_and_how_to_go_on(job, capsys):
-    killed = Outcome("failed", "sampler 0 was ended by SIGKILL", "sampler", 1)
-    assert report_end(job, killed) == 1
+    killed = Outcome("failed", "sampler 0 was ended by SIGKILL", role="sampler", code=3)
+    assert report_end(job, killed) == 3
     where = f"logs: {job.run.logs(1)}\nrun folder: {job.run}\n"
-    assert capsys.readouterr().err == f"failed: sampler 0 was ended by SIGKILL (exit code 1)\n{where}"
+    assert capsys.readouterr().err == f"failed: sampler 0 was ended by SIGKILL (exit code 3)\n{where}"
     job.run.checkpoint(5).mkdir()
     job.run.manifest(5).touch()
     silent = replace(killed, cause="sampler 0 ended with code 3", log_end="the end of sampler-0.log:\nno\x1b memory")
-    assert report_end(job, silent) == 1
+    assert report_end(job, silent) == 3
     assert capsys.readouterr().err == (
-        f"failed: sampler 0 ended with code 3 (exit code 1)\nthe end of sampler-0.log:\nno\\x1b memory\n{where}"
+        f"failed: sampler 0 ended with code 3 (exit code 3)\nthe end of sampler-0.log:\nno\\x1b memory\n{where}"
         f"go on with: prl-submit --resume '{job.run}'\n"
     )
 

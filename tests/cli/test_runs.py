@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,7 +12,10 @@ from stand_ins import stand_in
 from submitting import processes_of, wait_for, with_function
 
 from prl.cli import submit
+from prl.cli.job_end import follow_job
 from prl.cluster import claims
+from prl.cluster.script import submitit_folder
+from prl.cluster.submission import reopen
 from prl.config.load import load
 from prl.config.paths import resolve_paths
 from prl.runfolder.outcome import Outcome
@@ -29,7 +33,8 @@ def run(config, monkeypatch):
     folder = RunFolder(loaded.run.folder)
     for attempt in (1, 2):
         with claims.undone_on_error(loaded, folder, attempt, resume=attempt > 1):
-            facts = {"kind": "het", "job_id": "63", "nodes": [1, 2], "submitted": 1.0, "host": "login"}
+            facts = {"kind": "het", "job_id": f"6{attempt + 1}", "nodes": [1, 2], "submitted": 1.0, "host": "login"}
+            facts["folder"] = str(submitit_folder(folder, attempt))
             folder.submission(attempt).write_text(json.dumps(facts))
     return folder
 
@@ -59,6 +64,30 @@ def test_the_cause_of_the_end_of_a_job_that_has_ended(run, capsys, monkeypatch):
     said = capsys.readouterr()
     assert "failed: sampler 3 is gone (exit code 1)" in said.out
     assert "failed: sampler 3 is gone (exit code 1)" in said.err
+
+
+def test_a_job_that_slurm_starts_again_is_followed_to_the_end_of_its_last_attempt(run, capsys, monkeypatch):
+    rows = f"printf '{HEADER}\n63+0|COMPLETED|0:0|None|None|n1\n63+1|COMPLETED|0:0|None|None|n[2-3]\n'"
+    stand_in(run.path, monkeypatch, squeue=GONE, sacct=rows)
+    first, config = reopen(run, 2), load(run.config)
+    Outcome("left", "the time limit is near", code=75).write(run.exit(2))
+    for attempt in (3, 4):
+        claims.begin_requeued(run, attempt, attempt - 2)
+    Outcome("done", "all steps are trained", code=0).write(run.exit(4))
+    assert follow_job(first, config) == 0
+    said = capsys.readouterr()
+    assert "attempt 2 left: the time limit is near; job 63 goes on as attempt 3\n" in said.out
+    assert "attempt 3 ended without a word; job 63 goes on as attempt 4\n" in said.out
+    assert "done: all steps are trained (exit code 0)\n" in said.out
+    assert said.err == ""
+    (submitit_folder(run, 2) / "63_0_result.pkl").write_bytes(pickle.dumps(("error", "ValueError: the cause")))
+    assert reopen(run, 4).traceback() == "task 0:\nValueError: the cause"  # submitit's files stay where the job began
+    run.exit(4).unlink()
+    facts = json.loads(run.submission(4).read_text())
+    run.submission(4).write_text(json.dumps(facts | {"job_id": "70"}))  # somebody has gone on with the run by another job
+    Outcome("failed", "sampler 3 is gone", code=1).write(run.exit(3))
+    assert follow_job(first, config) == 1
+    assert "failed: sampler 3 is gone (exit code 1)" in capsys.readouterr().err
 
 
 def test_a_job_is_ended_by_its_leader(run, capsys, monkeypatch):
@@ -92,7 +121,7 @@ def test_a_run_on_this_machine_is_seen_and_ended_by_its_folder(config, capsys):
 
 
 def test_what_cannot_be_seen_or_ended_from_here_is_told(run, capsys):
-    facts = {"kind": "local", "job_id": "63", "nodes": [1], "submitted": 1.0, "host": "elsewhere"}
+    facts = {"kind": "local", "job_id": "63", "nodes": [1], "submitted": 1.0, "host": "elsewhere", "folder": ""}
     run.submission(2).write_text(json.dumps(facts))
     assert submit.main(["--cancel", "runs/one"]) == 2
     assert "the run was started on elsewhere without Slurm; end it there" in capsys.readouterr().err
