@@ -1,6 +1,9 @@
 """What a run would look like, and whether accelerators and nodes have the memory that it needs."""
 
+import math
+
 from prl.cli import console
+from prl.cluster.requests import requests
 from prl.cluster.script import render
 from prl.cluster.split import Split
 from prl.config.layout import layout_problems
@@ -33,6 +36,9 @@ def show_plan(config: Config, split: Split, folder: RunFolder, attempt: int) -> 
     if model is not None and not config.run.replay:
         print(describe_weights(model, config))
     if split.kind != "local":
+        gpus, time_min = config.cluster.gpus_per_node, config.cluster.time_min
+        used, unit = split.nodes * (gpus or 1) * time_min / 60, "GPU-hours" if gpus else "node-hours"
+        print(f"  at the time limit of {time_min} minutes it has used {used:g} {unit}")
         print(f"\nbatch script:\n{render(config, split, folder, attempt)}")
 
 
@@ -64,13 +70,16 @@ def check_memory(config: Config, split: Split) -> None:
 def _check_node_memory(config: Config, split: Split, held: int, saved: int) -> None:
     """What a node's trainer ranks hold, and copy for a checkpoint; a run on this machine's CPUs is checked with all else
     (`machine_problems`)."""
-    has, who = config.cluster.memory_per_node_gib or None, f"cluster.memory_per_node_gib = {config.cluster.memory_per_node_gib}"
     if split.kind == "local":
         if not config.cluster.gpus_per_node:
             return
         has = free_memory_bytes() / 2**30
         who = f"this machine has {has:.1f} GiB of memory free"
-    if has is not None and held + saved > has * 2**30:
+    else:
+        asked_mib = requests(config, split)[0].memory_mib  # the first component trains
+        has = asked_mib / 1024 or math.inf  # 0: all of it, or the partition's default
+        who = f"a node that trains gets {has:.4g} GiB (cluster.memory_per_node_gib, or cluster.sbatch_train.mem)"
+    if held + saved > has * 2**30:
         how = ", with train.optimizer_offload = true" if config.train.optimizer_offload else ""
         raise ConfigError(
             f"{who}: a node's {_ranks_of_a_node(split)} trainer ranks need about {size_in_words(held + saved)}{how}, "

@@ -52,7 +52,7 @@ class ClusterOptions:
     warning_s: Annotated[
         int,
         "seconds before the time limit at which Slurm warns the run, which then saves after the step in hand and ends; more "
-        "where steps and saves of earlier attempts took longer",
+        "where steps and saves of earlier attempts took longer, half the limit at most",
         AtLeast(1),
         Below(65536),
     ] = 120

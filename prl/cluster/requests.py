@@ -90,19 +90,20 @@ def _request(config: Config, component: Literal["train", "sample", "all"], nodes
         count = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
         options |= {"gres": f"gpu:{count}"} if cluster.gpu_request == "gres" else {"gpus-per-node": count}
     own = {"train": cluster.sbatch_train, "sample": cluster.sbatch_sample, "all": {}}[component]
-    for name, value in (*_named(cluster.sbatch), *_named(own)):
-        options[name] = f"{options['gres']},{value}" if name == "gres" and "gres" in options else value
-    options = {name: value for name, value in options.items() if value is not False}
+    further = {**_named(cluster.sbatch), **_named(own)}
+    if "gres" in options and "gres" in further:  # beside the accelerators
+        further["gres"] = ",".join(str(value) for value in (options["gres"], further["gres"]) if value is not False)
+    options = {name: value for name, value in {**options, **further}.items() if value is not False}
     gpus = 0 if cluster.gpu_request == "none" else cluster.gpus_per_node
     return Request(component, nodes, options, gpus, cluster.time_min)
 
 
-def _named(options: Mapping[str, Value]) -> Iterator[tuple[str, Value]]:
-    return ((_long_name(key), value) for key, value in options.items())
+def _named(options: Mapping[str, Value]) -> dict[str, Value]:
+    return {_long_name(key): value for key, value in options.items()}
 
 
 def _long_name(key: str) -> str:
-    return key.removeprefix("--").replace("_", "-")
+    return key.lstrip("-").replace("_", "-")
 
 
 def request_problems(config: Config, split: Split, runner: Runner = run) -> Iterator[str]:
@@ -121,13 +122,13 @@ def request_problems(config: Config, split: Split, runner: Runner = run) -> Iter
                 yield f"{where}: has a key of its own, {_OF_BOTH[name]}"
             elif name == "gres" and "gpu" in str(value):
                 yield f"{where} = {value}: {_REFUSED['gpus']}"
-        if options and section != "sbatch" and split.kind != "het":
+        if options and section != "sbatch" and split.kind == "plain":
             yield (
-                f"cluster.{section}: is for one component of a heterogeneous job, which this is not ({split.kind}); put what "
-                f"is for all nodes into cluster.sbatch"
+                f"cluster.{section}: is for one component of a heterogeneous job, which this is not (plain); put what is for "
+                f"all nodes into cluster.sbatch"
             )
     for section in ("sbatch_train", "sbatch_sample"):
-        options = dict(_named(sections[section]))
+        options = {name: value for name, value in _named(sections[section]).items() if value is not False}
         cpus, memory = options.get("cpus-per-task", 1), options.get("mem", 0)
         if not str(cpus).isdecimal():
             yield f"cluster.{section}.cpus-per-task = {cpus}: must be a whole number"

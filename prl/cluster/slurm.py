@@ -124,7 +124,7 @@ def _fitting(request: Request, rows: Sequence[NodeRow]) -> set[str]:
 
 
 def _of_component(request: Request) -> str:
-    return "" if request.component == "all" else f" that {request.component}"
+    return "" if request.component == "all" else f" that {request.component}{'s' * (request.nodes == 1)}"
 
 
 def _partition_key(request: Request) -> str:

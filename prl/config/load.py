@@ -78,7 +78,9 @@ def _over_profile(config: DictConfig, sites: Path) -> DictConfig:
     if set(profile) != {"cluster"}:
         raise ConfigError(f"cluster.profile = {name}: {path} must hold the section cluster: alone, found {', '.join(profile)}")
     problems: list[_Problem] = []
-    _build(Config, cast(dict[str, Any], OmegaConf.to_container(profile, resolve=True)), "", problems)
+    alone = _build(Config, cast(dict[str, Any], OmegaConf.to_container(profile, resolve=True)), "", problems)
+    if alone is not None:
+        problems = list(_out_of_bounds(alone, ""))
     if problems:
         raise ConfigError(*(f"{path}: {words}" for _, words in problems))
     merged = OmegaConf.merge(profile, config)

@@ -31,6 +31,7 @@ def test_the_command_line_counts_more_than_the_configuration_and_that_more_than_
     wanted.append("hint=nomultithread")
     assert half == ["nodes=2", *wanted, "nodes=3", *wanted]
     assert "\nmodule load cuda/12.8\n" in out
+    assert "at the time limit of 2160 minutes it has used 180 node-hours\n" in out  # 5 nodes of 36 hours
     assert submit.main(["c.yaml", "--dry-run", "--nodes", "3", "--partition", "p", "--account", "a", "--set", over[0]]) == 0
     assert {"partition=p", "account=a", "time=30", "constraint=h100"} <= set(directives(capsys.readouterr().out))
 
@@ -42,6 +43,7 @@ def test_the_command_line_counts_more_than_the_configuration_and_that_more_than_
             "cluster: {partition: gpu, partitoin: x}\n",
             "site.yaml: unknown key cluster.partitoin; did you mean ",
         ),
+        ("cluster: {warning_s: 0}\n", "site.yaml: cluster.warning_s = 0: must be at least 1 and below 65536"),
         ("run: {steps: 3}\n", "site.yaml must hold the section cluster: alone, found run"),
         ("- 1\n", "expected sections such as run: and model:, found a list"),
         (None, "cluster.profile = site.yaml: no such profile; there are alps, della, frontier, jean-zay-h100, "),

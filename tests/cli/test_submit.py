@@ -41,22 +41,29 @@ def test_dry_run_tells_what_a_trainer_rank_needs_and_refuses_what_it_has_not(con
 
 def test_memory_that_is_not_known_is_told_and_a_nodes_own_is_compared(config, capsys):
     """The model has 124 480 parameters, whose state, 16 bytes each in the host's memory, is split over 4 ranks; a checkpoint is
-    written from a copy of 14 bytes each: 0.00348 GiB."""
+    written from a copy of 14 bytes each: 0.00348 GiB, and Slurm counts whole MiB, of which 3 are 0.00293 GiB."""
     offload = ["train.tensor_parallel=1", "train.dtype=bfloat16", "train.distributed_optimizer=true", "sample.dtype=bfloat16"]
     offload += ["train.optimizer_offload=true", "cluster.gpus_per_node=4"]
     arguments = ["c.yaml", "--nodes", "2", "--dry-run", "--set", *offload]
     assert submit.main(arguments) == 0
     error = capsys.readouterr().err
     assert re.search(r"warning: cluster\.gpu_memory_gib = null: whether an accelerator holds the \d+\.\d GiB that a", error)
-    assert submit.main([*arguments, "cluster.gpu_memory_gib=80", "cluster.memory_per_node_gib=0.0035"]) == 0
-    assert capsys.readouterr().err == ""
-    assert submit.main([*arguments, "cluster.gpu_memory_gib=80", "cluster.memory_per_node_gib=0.0034"]) == 2
-    error = capsys.readouterr().err
-    assert "cluster.memory_per_node_gib = 0.0034: a node's 4 trainer ranks need about 3.6 MiB, with train.opt" in error
+    arguments.append("cluster.gpu_memory_gib=80")
+    for enough in (
+        ["cluster.memory_per_node_gib=0.0040"],
+        ["cluster.memory_per_node_gib=0.0034", "cluster.sbatch_train.mem=4M"],
+    ):
+        assert submit.main([*arguments, *enough]) == 0
+        assert capsys.readouterr().err == ""
+    for few in (["cluster.memory_per_node_gib=0.0034"], ["cluster.memory_per_node_gib=1", "cluster.sbatch_train.mem=3M"]):
+        assert submit.main([*arguments, *few]) == 2
+        error = capsys.readouterr().err
+        assert "a node that trains gets 0.00293 GiB (cluster.memory_per_node_gib, or cluster.sbatch_train.mem): " in error
+        assert "a node's 4 trainer ranks need about 3.6 MiB, with train.opt" in error
     assert ", 1.7 MiB of it for the copy that a checkpoint is written from" in error
     on_cpus = ["c.yaml", "--nodes", "2", "--dry-run", "--set", "cluster.memory_per_node_gib=0.001"]
     assert submit.main(on_cpus) == 2
-    assert "cluster.memory_per_node_gib = 0.001: a node's 2 trainer ranks need about " in capsys.readouterr().err
+    assert "cluster.sbatch_train.mem): a node's 2 trainer ranks need about " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

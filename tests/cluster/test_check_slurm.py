@@ -42,7 +42,7 @@ def check(lines, nodes=3, **cluster):
         ),
         (
             {"gpus_per_node": 5, "cpus_per_node": 9},
-            "1 node that train with 9 CPUs and 5 GPUs each, .*has 0 of .*128 CPUs and 4 GPUs; .*cluster.partition",
+            "1 node that trains with 9 CPUs and 5 GPUs each, .*has 0 of .*128 CPUs and 4 GPUs; .*cluster.partition",
         ),
     ],
 )
@@ -92,7 +92,7 @@ def test_partitions():
     with pytest.raises(SlurmError, match="2 nodes that sample, but partition cpu has 1;"):
         check(lines, partition="cpu")
     check(lines)  # a site may choose the partition by other options
-    with pytest.raises(SlurmError, match="1 node that train, but the cluster has 0"):
+    with pytest.raises(SlurmError, match="1 node that trains, but the cluster has 0"):
         check([])
 
 

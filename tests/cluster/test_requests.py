@@ -58,6 +58,10 @@ def test_components_may_ask_for_different_things():
         ({"gpu_type": "h100"}, {"gpus-per-node": "h100:4"}),
         ({"gpu_request": "gres"}, {"gres": "gpu:4"}),
         ({"gpu_request": "gres", "gpu_type": "h100", "sbatch": {"gres": "nvme:1"}}, {"gres": "gpu:h100:4,nvme:1"}),
+        (
+            {"gpu_request": "gres", "mode": "plain", "sbatch": {"gres": False}},
+            {"gres": "gpu:4"},
+        ),
         ({"gpu_request": "none"}, {}),
     ],
 )
@@ -72,11 +76,26 @@ def test_a_homogeneous_job_asks_once_for_all_nodes():
     assert (request.component, request.nodes, request.options["nodes"]) == ("all", 5, 5)
 
 
+def test_a_component_may_have_other_generic_resources_or_none_of_what_all_ask_for():
+    both = {"gpus_per_node": 4, "gpu_request": "gres", "cpus_per_node": 8, "memory_per_node_gib": 2}
+    own = {"sbatch_train": {"gres": "nvme:2", "mem": False}, "sbatch_sample": {"--gres": False, "cpus_per_task": False}}
+    assert problems(**both, **own) == []
+    train, sample = asked(**both, sbatch={"gres": "nvme:1"}, **own)
+    assert (train.options["gres"], sample.options["gres"]) == ("gpu:4,nvme:2", "gpu:4")
+    assert ("mem" in train.options, train.cpus, train.memory_mib) == (False, 8, 0)
+    assert ("cpus-per-task" in sample.options, sample.cpus, sample.memory_mib) == (False, 0, 2048)
+
+
+def test_a_run_on_this_machine_asks_for_nothing():
+    assert problems(nodes=None, sbatch_train={"partition": "p"}, sbatch_sample={"mem": "9G"}) == []
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"constrain": "h100"}, "cluster.sbatch.constrain: sbatch has no such option; did you mean constraint?"),
         ({"C": "h100"}, "cluster.sbatch.C: sbatch has no such option; write its long name, constraint"),
+        ({"-x": "n3"}, "cluster.sbatch.-x: sbatch has no such option; write its long name, exclude"),
         ({"container-imag": "x"}, "cluster.sbatch.container-imag: sbatch has no such option; did you mean container-image?"),
         ({"foo bar": 1}, "cluster.sbatch.foo bar: sbatch has no such option; sbatch --help lists them"),
         ({"partition": "x"}, "cluster.sbatch.partition: has a key of its own, cluster.partition"),
