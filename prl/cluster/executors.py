@@ -100,7 +100,9 @@ class ScriptExecutor(slurm.SlurmExecutor):  # type: ignore[misc]
     def _submit_command(self, command: str) -> SlurmJob:
         """Raises ProgramError; submitit itself would wait for sbatch without end, and take any error for no job."""
         try:
-            job_id = parse_submitted(run(["sbatch", str(self._script)], timeout_s=SBATCH_S).out)
+            # sbatch hands its variables on to the job, which is to have the user's.
+            sent = run(["sbatch", str(self._script)], timeout_s=SBATCH_S, environment=os.environ)
+            job_id = parse_submitted(sent.out)
         except ProgramError as error:
             raise ProgramError(f"{error}{_cancel_jobs_of(self._script)}") from error
         return SlurmJob(folder=self.folder, job_id=job_id, tasks=range(self._tasks))

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -20,11 +20,20 @@ class Output:
 Runner = Callable[..., Output]
 
 
-def run(arguments: Sequence[str], *, timeout_s: float = 30.0, check: bool = True, stdin: str = "") -> Output:
-    """Run a program, with `stdin` to read, and give what it printed. Raises ProgramError where it is missing or runs longer
+def run(
+    arguments: Sequence[str],
+    *,
+    timeout_s: float = 30.0,
+    check: bool = True,
+    stdin: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> Output:
+    """Run a program, with `stdin` to read, and give what it printed. `environment`: all its variables; None: those of this
+    process, but language and times so that what it prints can be read. Raises ProgramError where it is missing or runs longer
     than `timeout_s` and, with `check`, where it exits with a code other than 0."""
     name = arguments[0]
-    environment = {**os.environ, "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}  # so that what it prints can be read
+    if environment is None:
+        environment = {**os.environ, "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
     try:
         done = subprocess.run(
             list(arguments), capture_output=True, timeout=timeout_s, check=False, input=stdin.encode(), env=environment

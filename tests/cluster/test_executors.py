@@ -69,6 +69,16 @@ def test_arrays_are_refused(programs, tmp_path):
     assert calls.read_text() == f"sbatch {tmp_path}/submission.sh\n"
 
 
+def test_a_job_has_the_users_language_and_times(programs, tmp_path, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    monkeypatch.delenv("SLURM_TIME_FORMAT", raising=False)
+    programs(sbatch=f"env >{tmp_path}/environment; echo Submitted batch job 7")
+    ScriptExecutor(tmp_path / "submitit", tmp_path / "submission.sh", 2).submit(print)
+    lines = (tmp_path / "environment").read_text().splitlines()
+    assert "LC_ALL=C.UTF-8" in lines
+    assert not any(line.startswith("SLURM_TIME_FORMAT=") for line in lines)
+
+
 def test_what_a_failed_sbatch_has_sent_nonetheless_is_cancelled(programs, tmp_path):
     script = tmp_path / "submission.sh"
     queue = f"printf '12|/elsewhere/submission.sh\\n70+0|{script}\\n70+1|{script}\\n'"
