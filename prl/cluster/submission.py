@@ -153,11 +153,19 @@ def submit(
         if split.kind == "local":
             end_processes(folder, attempt, grace_s=0)
         elif job is not None:
-            run(["scancel", str(job.job_id)], timeout_s=30.0)
+            _take_back(str(job.job_id), error)
         if isinstance(error, ProgramError | OSError):
             raise SubmissionError(f"the job was not accepted: {error}{advice(str(error))}") from error
         raise
     return Submission(folder, attempt, split.kind, job, submitted)
+
+
+def _take_back(job_id: str, why: BaseException) -> None:
+    """Cancel a job that was sent, and whose record cannot be kept. Raises SubmissionError where it is left."""
+    try:
+        run(["scancel", job_id], timeout_s=30.0)
+    except ProgramError as error:
+        raise SubmissionError(f"{why}; job {job_id} was sent and is left ({error}): end it with scancel {job_id}") from why
 
 
 def _wait_process(process: "subprocess.Popen[bytes]", wait_s: float) -> bool:

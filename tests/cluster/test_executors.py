@@ -6,9 +6,17 @@ import pytest
 from stand_ins import stand_in
 from submitit.core.utils import FailedJobError
 
+from prl.cluster.claims import SubmissionError
 from prl.cluster.executors import ScriptExecutor, SlurmJob, SlurmWatcher
 from prl.cluster.run import ProgramError
+from prl.cluster.script import submitit_folder
+from prl.cluster.split import make_split
+from prl.cluster.submission import submit
+from prl.config.load import replace
+from prl.config.schema import Config
+from prl.runfolder.paths import RunFolder
 
+LEFT = r"Is a directory.*; job 7 was sent and is left \(scancel: exit code 1 .*\): end it with scancel 7"
 HEADER = "JobID|State|ExitCode|Start|End|NodeList\n"
 
 
@@ -94,3 +102,15 @@ def test_what_a_failed_sbatch_has_sent_nonetheless_is_cancelled(programs, tmp_pa
     with pytest.raises(ProgramError, match=r"it printed nothing$"):
         ScriptExecutor(tmp_path / "submitit", script, 2).submit(print)
     assert "scancel" not in calls.read_text()
+
+
+@pytest.mark.parametrize(("scancel", "words"), [(":", "the job was not accepted: .*Is a directory"), ("exit 1", LEFT)])
+def test_a_job_whose_record_cannot_be_kept_is_taken_back_or_named(programs, tmp_path, scancel, words):
+    config = replace(Config(), run={"folder": str(tmp_path / "run")}, cluster={"nodes": 2})
+    run = RunFolder(config.run.folder)
+    submitit_folder(run, 1).mkdir(parents=True)
+    run.submission(1).mkdir()  # in the way of the record
+    calls = programs(sbatch="echo Submitted batch job 7", scancel=scancel)
+    with pytest.raises(SubmissionError, match=words):
+        submit(config, make_split(config), run, 1, print)
+    assert calls.read_text().splitlines()[-1] == "scancel 7"
