@@ -148,6 +148,7 @@ class ProcessDesk:
             self._causes.add(replace(cause, words=f"{cause.words}{often}"))
             return {}
         self._note(f"{words}; it is started again in {pause_s:g} s")
+        self._samplers.desk.changed.ring()  # nobody is to send the token to where a verifier listened
         return {"restart_after_s": pause_s}
 
     def _give_up(self, name: str, words: str) -> None:
@@ -194,7 +195,7 @@ class ProcessDesk:
         """End the run where nobody is left to serve and nobody has come back in time."""
         self._samplers.desk.fence_late()
         over = self._samplers.membership.over(time.monotonic())
-        if over is not None:
+        if over is not None and not self._done_with("sampler"):
             self._causes.add(Cause(over, "sampler", ENDED))
 
     # Nodes, and what others need to know of processes

@@ -178,8 +178,10 @@ def _steps_behind(
 ) -> tuple[list[StepEntry], list[str]]:
     """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout has ended otherwise. Files that are
     damaged, or that the run of this name has not written with its model, are set aside and told (the second answer) where
-    another one of the step is sound, or nobody has trained it, so that it is made anew."""
+    another one of the step is sound, or nobody has trained it, so that it is made anew. So are those beside the one that a step
+    was trained from: a preprocessor that died may have left one that it never announced."""
     found, last = all_steps(run.steps), _last_trained(since, step)
+    trained = _trained_on(since)
     newest = max(run.attempts(), default=0)
     vocabulary = _vocabulary(run) if step + 1 in found else None
     entries, told = [], []
@@ -190,6 +192,7 @@ def _steps_behind(
                 data = read_own(file, run=name, step=step, newest_attempt=newest, vocabulary=vocabulary)
                 ids = data.rollout_ids()
                 _check_issued(file.path, ids, earlier)
+                _check_trained(file.path, ids, trained.get(step))
             except StreamError as error:
                 useless[file] = error
                 continue
@@ -227,6 +230,21 @@ def _check_issued(file: Path, ids: Sequence[RolloutId], ledger: pa.Table) -> Non
     strange = [rollout for rollout in ids if rollout not in issued]
     if strange:
         raise StreamError(f"{file}: holds {len(strange)} rollouts that were never issued, {strange[0]} for one")
+
+
+def _trained_on(since: Iterable[LedgerEvent]) -> dict[int, set[RolloutId]]:
+    """Step to the rollouts that it was trained on."""
+    trained: dict[int, set[RolloutId]] = {}
+    for event in since:
+        if event.kind == "trained":
+            trained.setdefault(event.step, set()).add(event.rollout)
+    return trained
+
+
+def _check_trained(file: Path, ids: Sequence[RolloutId], trained: Set[RolloutId] | None) -> None:
+    """Later steps were made of what that step left over. Raises StreamError."""
+    if trained is not None and trained != set(ids):
+        raise StreamError(f"{file}: holds other rollouts than the ledger says that the step was trained on")
 
 
 def _events_of(ledger: pa.Table, groups: Set[int], kinds: Set[EventKind]) -> list[LedgerEvent]:

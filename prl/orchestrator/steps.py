@@ -150,10 +150,10 @@ class StepDesk:
         dead = self._dispatcher.ended(trained)
         if dead:
             raise ValueError(f"step file {step} holds rollouts that have ended already, {dead[0]} for one")
-        await self._rollouts.discard(body["discarded"])
+        # Before anything is waited for: the sender may die meanwhile, and the next one must not make this step again.
         self._entries[step] = StepEntry(file, trained, dict(body["metrics"]))
         self._in_files[step] = {i.group for i in trained}
-        self._bell.ring()
+        await self._rollouts.discard(body["discarded"])  # rings the bell
         return {}
 
     async def _next_step(self, member: Member, body: Mapping[str, Any]) -> Answer:

@@ -67,7 +67,8 @@ class Rig:
         return client
 
     async def dies(self, name, start=0, words="was ended by SIGKILL"):
-        """The pause until its restart."""
+        """The pause until its restart. Its heartbeats end with it."""
+        self.clients[name]._heartbeat.cancel()
         body = {"child": name, "number": start, "code": -9, "words": f"{name} {words}", "log": "its.log", "log_end": ""}
         answer = await self.agents[int(name[-1])].call("child_ended", body, deadline_s=5, reason="test")
         return answer.get("restart_after_s")

@@ -1,12 +1,13 @@
 """What the orchestrator makes of actors, verifiers and preprocessors that die."""
 
 import asyncio
+import threading
 
 import pytest
 from process_rig import FACTS, run
 
 from prl.control.client import ControlError
-from prl.flow.events import to_rows
+from prl.flow.events import to_discard_rows, to_rows
 from prl.runfolder.publish import in_words
 
 
@@ -96,6 +97,8 @@ def test_actors_hear_where_the_verifier_listens_as_soon_as_it_is_elsewhere(tmp_p
         await asyncio.sleep(0.1)
         assert not news.done()
         await rig.dies("verifier 0")
+        assert (await asyncio.wait_for(news, 5))["url"] is None  # where it listened, somebody else may
+        news = rig.ask("actor 0", "verifier", {"known": None})
         await rig.come("verifier 0", 1)
         assert (await asyncio.wait_for(news, 5))["url"] == "http://0:1"
 
@@ -127,5 +130,37 @@ def test_a_preprocessor_that_begins_again_hears_of_what_lies_in_no_step_file(tmp
         told = {g["group"]: g["taken"] for a in answer["announcements"] for g in a["groups"]}
         assert told == {0: True, 1: False, 2: True, 3: False}
         assert (answer["next_step"], answer["trained_step"]) == (2, 0)
+
+    run(tmp_path / "run", scenario)
+
+
+def test_a_step_file_whose_sender_died_while_the_ledger_was_written_is_not_made_again(tmp_path):
+    async def scenario(rig):
+        written, write = threading.Event(), rig.orchestrator._ledger_desk._append
+        await rig.lease("actor 0", 2)
+        body = {"path": "f", "bytes": 100, "checksum": "", "writer": "w", "sequence": 0}
+        body["groups"] = [{"group": group, "issue": 0, "rollouts": 2} for group in (0, 1)]
+        await rig.ask("actor 0", "rollouts", body)
+        *trained, dropped = [event.rollout for event in rig.ledger()]
+
+        def slowly(events):
+            assert written.wait(20)
+            write(events)
+
+        rig.orchestrator._ledger_desk._append = slowly
+        file = {"step": 1, "path": "step", "bytes": 1, "checksum": "", "trained": to_rows(trained), "metrics": {}}
+        announcing = rig.ask("preprocess 0", "step_file", {**file, "discarded": to_discard_rows([(dropped, "cut")])})
+        try:
+            await asyncio.sleep(0.2)
+            assert not announcing.done()
+            await rig.dies("preprocess 0")
+            await rig.come("preprocess 0", 1)
+            answer = await rig.ask("preprocess 0", "next_rollouts", {"after": 0, "trained_step": None})
+        finally:
+            written.set()
+        assert answer["next_step"] == 2
+        assert [g["taken"] for a in answer["announcements"] for g in a["groups"]] == [True, True]
+        await announcing
+        assert [event.rollout for event in rig.ledger() if event.kind == "discarded"] == [dropped]
 
     run(tmp_path / "run", scenario)

@@ -422,6 +422,21 @@ def test_a_step_file_that_is_not_this_runs_own_is_not_trained(tmp_path, caplog, 
     assert sorted({event.rollout.group for event in start.reissued if event.kind == "issued_again"}) == [4, 5]
 
 
+def test_a_trained_step_is_trained_again_from_the_file_that_it_was_trained_from(tmp_path):
+    """Beside it lies another one, of rollouts that are in the next step's: a preprocessor died before it announced it."""
+    first = Attempt(tmp_path)
+    first.lease(6)
+    first.train(1, 0, 1)
+    first.checkpoint(1)
+    first.train(2, 2, 3)
+    first.train(3, 4, 5)
+    step_file(first.run, 2, first.ids(2, 4), 8)
+    start = find_start(first.run, CONFIG)
+    assert [sorted(entry.trained) for entry in start.waiting] == [sorted(first.ids(2, 3)), sorted(first.ids(4, 5))]
+    (told,) = start.refused
+    assert "other rollouts than the ledger says" in told
+
+
 def test_a_foreign_file_of_a_trained_step_hides_none_of_the_runs_own(tmp_path, caplog):
     """It has a higher sequence, so has a damaged one; and one of an attempt that the run never had says that it is the run's.
     All are set aside, and told once."""

@@ -23,13 +23,13 @@ from prl.sampler.options import SampleOptions
 class Rig:
     """An orchestrator of two samplers, with the agent of their node."""
 
-    def __init__(self, folder, replicas, **options):
+    def __init__(self, folder, replicas, start_s=300.0, **options):
         self.run = RunFolder(folder)
         self.run.create()
         self.run.attempt(1).mkdir()
         self.replicas = replicas
         config = Config(run=RunOptions(folder=str(self.run)), domains=(DomainOptions(name="digits"),))
-        self.config = replace(config, sample=SampleOptions(**options), control=ControlOptions(heartbeat_s=0.1))
+        self.config = replace(config, sample=SampleOptions(**options), control=ControlOptions(heartbeat_s=0.1, start_s=start_s))
 
     async def __aenter__(self):
         token = create_token(self.run.token)
@@ -98,6 +98,23 @@ def test_one_of_two_samplers_does_not_end_the_run_and_both_do(tmp_path):
         assert rig.causes[0].words.startswith("sampler 0 was ended by SIGKILL")
 
     run(tmp_path / "run", scenario, restarts=1, restart_pause_s=2.0)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_run_that_leaves_its_nodes_needs_no_sampler_any_more(tmp_path, leaves):
+    async def scenario(rig):
+        await rig.samplers[0].join({"url": "http://127.0.0.1:9", "workers": 1})
+        rig.orchestrator._work.rollouts.open = True
+        assert await rig.dies(0) == 0.1
+        if leaves:
+            rig.orchestrator.leave("warned by SIGUSR1", "time limit")
+        watching = asyncio.create_task(rig.orchestrator._processes.watch_silence())
+        await asyncio.sleep(1.0)  # control.start_s is over: nobody has come back
+        assert bool(rig.causes) != leaves
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    run(tmp_path / "run", scenario, replicas=1, restarts=3, restart_pause_s=0.1, start_s=0.3)
 
 
 def test_a_sampler_that_never_came_is_the_configurations_fault(tmp_path):
