@@ -97,7 +97,7 @@ class Actor:
             room = self._options.max_groups - len(self._in_flight)
             answer = await parts.control.call(
                 "lease",
-                {"actor": parts.control.index, "groups": min(room, self._options.lease_groups)},
+                {"groups": min(room, self._options.lease_groups)},
                 deadline_s=self._call_s,
                 reason="leasing groups to sample",
             )

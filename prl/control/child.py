@@ -128,8 +128,8 @@ def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoRetur
 
 
 def dump_stacks_when_asked() -> None:
-    """At SIGUSR2 this process writes the stacks of all its threads to its log, whatever it is at. Until it has called this, and
-    in what it starts, the signal is ignored, or nobody's."""
+    """At SIGUSR2 this process writes the stacks of all its threads to its log, whatever it is at. Before this call it ignores
+    the signal, as its node agent has set it up; programs that it starts later would die of it, and are not sent it."""
     faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 

@@ -90,10 +90,9 @@ class ControlServer:
 
     def forget(self, role: str, index: int, start: int) -> None:
         """This start of a process has ended. Calls of it that are on their way still are refused."""
-        before = self.members.get((role, index))
-        if before is not None and before.start <= start:
+        before = self.members.setdefault((role, index), Member(role, index, start))
+        if before.start <= start:
             before.gone = True
-        if before is None or before.start <= start:
             self.members[role, index] = Member(role, index, start + 1)
 
     def silent(self, after_s: float) -> list[Member]:

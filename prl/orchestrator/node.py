@@ -97,6 +97,7 @@ async def _watch(
                 _write_usage(metrics, children)
             for task in done & waits.keys():
                 child = waits.pop(task)
+                kill_child(child)  # what it left behind in its group: devices, memory, files in the making
                 pause_s = await _report(client, child)
                 if pause_s is not None:
                     starts.add(asyncio.create_task(_start_again(client, child, start, pause_s), name="restart"))
@@ -128,7 +129,6 @@ async def _start_again(client: ControlClient, child: RunningChild, start: Start,
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(client.stopping.wait(), pause_s)
         return None
-    kill_child(child)  # what the dead one left behind in its group
     return await start(child.plan, child.start + 1)
 
 

@@ -94,7 +94,7 @@ class World:
         file is damaged on its way, the fourth group's rewards are all equal."""
         count = 0
         while not self.rollouts.ended:
-            answer = await client.call("lease", {"actor": 0, "groups": 3}, deadline_s=60, reason="test")
+            answer = await client.call("lease", {"groups": 3}, deadline_s=60, reason="test")
             leases = [Lease(**lease) for lease in answer["leases"]]
             self.rng.shuffle(leases)
             for lease in leases:
