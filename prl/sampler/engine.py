@@ -17,8 +17,10 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         # With weights.delta: what the group brought last; the next version may be a delta to it.
         self._held: Whole | None = None
         self._staging = 0  # number of the newest thing to be staged; whatever else still arrives is nobody's
+        self._lock = threading.Lock()  # of that number, for who does what the newest alone may do
         self._live = LiveWeights("nothing was stored yet")
         self._unusable = ""  # why the model cannot be used any more
         self._told: frozenset[str] | None = None  # the modules that were last told to be loaded
@@ -248,8 +251,9 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
     # What threads do.
 
     def _begin_staging(self) -> int:
-        self._staging += 1
-        self._staged = None
+        with self._lock:  # who writes over the live version ends with the tensor that it is at
+            self._staging += 1
+            self._staged = None
         self._live.end("another version arrives")
         return self._staging
 
@@ -270,7 +274,8 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             if link.end is None:
                 raise TransportError(f"no group for version {version}: {link.no_group}")
             if isinstance(link.end, LaneEnd):
-                got = link.end.receive(parts, options.update_s, self._live_staging(link.end.route, parts))
+                live = self._live_staging(link.end.route, parts)
+                got = link.end.receive(parts, options.update_s, live, partial(self._writing, staging))
                 return Staged(version, got.shards, parts, got.counted, share=True, told=got.digest)
             if self._chunked:
                 arriving = link.end.arriving(specs, info.bucket_bytes, options.update_s)
@@ -293,12 +298,19 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             of[part.spec.name].append(part)
         digests = []
         for spec, tensor in arriving:
+            digests.append(digest.part(spec.name, tensor))
+            with self._writing(staging):
+                for part in of[spec.name]:
+                    _copy(part, part.of(tensor))
+        return digest.total(digests)
+
+    @contextmanager
+    def _writing(self, staging: int) -> Iterator[None]:
+        """Over the live version. Raises TransportError where a newer one is ordered: nothing older is written any more."""
+        with self._lock:
             if staging != self._staging:
                 raise TransportError("another version is written over the live one by now")
-            digests.append(digest.part(spec.name, tensor))
-            for part in of[spec.name]:
-                _copy(part, part.of(tensor))
-        return digest.total(digests)
+            yield
 
     def _load(self, staging: int, info: LoadInfo, specs: list[TensorSpec], parts: list[Part]) -> None:
         def take() -> Staged:
@@ -312,7 +324,8 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
                 if part.counted:
                     counted.append(part.digest_of(shard))
                 if self._chunked:
-                    _copy(part, shard)
+                    with self._writing(staging):  # reading may have taken longer than it was wanted
+                        _copy(part, shard)
                     (shard,) = _live([part])
                 shards.append(shard)
             own = digest.total(counted)
@@ -334,12 +347,13 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             failed = report["error"] = f"{type(error).__name__}: {error}"
             if staging == self._staging:
                 traceback.print_exc()
-        if staging != self._staging:
-            return ""  # another one comes, perhaps this one again
-        if not failed:
-            self._staged = staged
-            if staged.whole is not None:  # a seed goes past the group: what that holds stays
-                self._held = staged.whole
+        with self._lock:
+            if staging != self._staging:
+                return ""  # another one comes, perhaps this one again
+            if not failed:
+                self._staged = staged
+                if staged.whole is not None:  # a seed goes past the group: what that holds stays
+                    self._held = staged.whole
         self._tell("staged", report)
         return failed
 

@@ -14,7 +14,7 @@ from prl.sampler.placement import Part, Placement
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
 from prl.weights.digest import MODULUS
-from prl.weights.lanes import LaneReceiver, Route, Staging
+from prl.weights.lanes import LaneReceiver, Route, Staging, Writing
 from prl.weights.plan import Tile
 from prl.weights.shards import Shard, sampler_shards
 
@@ -73,11 +73,11 @@ class LaneEnd:
         place = replica, worker, address, port
         self._receiver = LaneReceiver(route, crew, *place, group_s=group_s, device=device, left=left)
 
-    def receive(self, parts: Sequence[Part], update_s: float, live: Staging | None) -> Received:
-        """The next version; over the live one, where that is given. Raises TransportError."""
+    def receive(self, parts: Sequence[Part], update_s: float, live: Staging | None, writing: Writing) -> Received:
+        """The next version; over the live one, where that is given, within the context of `writing`. Raises TransportError."""
         plan = self.route.plan
         staging = live or Staging(plan, self.route.shards[self._worker], self._device)
-        report = self._receiver.receive(staging, update_s)
+        report = self._receiver.receive(staging, update_s, writing if live else None)
         staged = {plan.tensors[tensor].name: shard for tensor, shard in staging.tensors.items()}
         shards = [_shard(staged, part, self._device) for part in parts]
         digests = sum(leg.digest for leg in report.legs), sum(leg.counted for leg in report.legs)

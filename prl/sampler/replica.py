@@ -61,7 +61,8 @@ class Replica:
         (receive, load, commit) ends it. Raises CommitRefused where another version is live, or none."""
         async with self._lock, asyncio.timeout(self._update_s):
             if self.closed is not None or self.version != version:
-                raise CommitRefused(f"version {version} cannot be stored: {self.closed or f'version {self.version} is live'}")
+                live = "another one is written over it" if self.version is None else f"version {self.version} is live"
+                raise CommitRefused(f"version {version} cannot be stored: {self.closed or live}")
             await self._engine.collective_rpc("prl_store", args=(dict(info),))
 
     async def commit(self, version: Version, digest: int, clear_cache: bool) -> Commit:
@@ -75,9 +76,9 @@ class Replica:
                     with self.entrance.shut():
                         pause_s = await self._swap(version, digest, clear_cache)
             except TimeoutError:
-                self.closed = f"the commit of version {version} did not end within {self._update_s:.0f} s"
-                self.entrance.open()
-                raise CommitRefused(self.closed) from None
+                reason = f"the commit of version {version} did not end within {self._update_s:.0f} s"
+                self._refuse(reason)
+                raise CommitRefused(reason) from None
             gap_s = await self._traffic.gap_s()
         return Commit(version, digest, pause_s, pause_s if gap_s is None else gap_s)
 
@@ -105,10 +106,11 @@ class Replica:
         if not self._chunked or self.closed is not None or self._still_since_s is not None:
             return
         self.entrance.close()
-        self._still_since_s = time.monotonic()
+        since_s = time.monotonic()
         self.version = self._traffic.label = None
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        self._traffic.paused(self._still_since_s)
+        self._traffic.paused(since_s)
+        self._still_since_s = since_s  # not before the engine has confirmed it
 
     async def _swap(self, version: Version, digest: int, clear_cache: bool) -> float:
         """The length of the pause, in seconds."""
@@ -137,6 +139,10 @@ class Replica:
 
     async def _shut(self, reason: str) -> None:
         """Refuse generation from now on and abort what is in flight: no further token may come from these weights."""
+        self._refuse(reason)
+        await self._engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
+
+    def _refuse(self, reason: str) -> None:
+        """Those who wait at the entrance, too, are told."""
         self.closed, self._still_since_s = reason, None
         self.entrance.open()
-        await self._engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -28,6 +28,7 @@ from prl.weights.plan import ITEM_BYTES, LanePlan, Tile, lane_buckets, schedule
 from prl.weights.shards import Shard
 
 View = Callable[[Tile], torch.Tensor]  # where a tile's elements are: a view that `.view(rows, columns)` accepts
+Writing = Callable[[], AbstractContextManager[None]]  # in which memory that is in use may be written; raises where it may not
 
 
 @dataclass(frozen=True)
@@ -306,9 +307,12 @@ class LaneReceiver(_End):
         rank = crew.worker(sampler, worker)
         super().__init__(route, crew, rank, address, port, group_s=group_s, device=device, left=left)
 
-    def receive(self, target: View, update_s: float) -> LaneReport:
+    def receive(self, target: View, update_s: float, writing: Writing | None = None) -> LaneReport:
         """The worker's part of the next version, into where `target` says that its tiles are, in the plan's dtype. The digests
-        are of what lies there. `update_s` covers all of it, with the wait for the senders to begin."""
+        are of what lies there. `update_s` covers all of it, with the wait for the senders to begin.
+
+        With `writing` each bucket is copied there within that context, and none received in its place: into that, what a peer
+        sends late would arrive until the deadline, though this has failed long since and another version lies there."""
         began = time.monotonic()
         tally = _Tally()
         with self._updating(update_s) as end:
@@ -318,7 +322,7 @@ class LaneReceiver(_End):
             def begin(own: int) -> None:
                 shipment = self._own[own]
                 places = [self._place(slot, target) for slot in shipment.slots]
-                run, buffer = _run(shipment, places), None
+                run, buffer = None if writing else _run(shipment, places), None
                 if run is None:
                     buffers.extend([] if buffers else self._buffers())
                     run = buffer = buffers[own % len(buffers)]
@@ -331,8 +335,9 @@ class LaneReceiver(_End):
                 self._finish(own, work, end)
                 tally.landed(shipment, time.monotonic() - began)
                 if buffer is not None:
-                    for (_, piece), place in zip(shipment.pieces(buffer), places, strict=True):
-                        place.copy_(piece)
+                    with writing() if writing else nullcontext():
+                        for (_, piece), place in zip(shipment.pieces(buffer), places, strict=True):
+                            place.copy_(piece)
                 if own + 2 < len(self._own):
                     begin(own + 2)
                 for slot in shipment.slots:
