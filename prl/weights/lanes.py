@@ -3,7 +3,7 @@
 There is one small process group for each trainer rank (its root) and lane: the root and worker `lane` of every sampler. Both
 ends follow their part of the plan's one order of transfers, each in one thread, which casts and packs the next bucket (or
 unpacks the last one) while another is on the wire; two buckets are all the memory that it takes besides what a worker stages,
-and a bucket whose tiles follow each other there, too, is received in its place.
+and a bucket whose tiles follow each other there, too, is received in its place, unless that memory is in use.
 
 An end belongs to an epoch of the membership. Where one rank fails at anything, it has all the others leave, through the epoch's
 store, and the end is of no use any more: the next epoch has others.
