@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 import torch
@@ -61,7 +61,8 @@ def test_what_is_sent_after_a_worker_has_left_does_not_reach_its_live_memory(end
     ends.left.set()
     with pytest.raises(TransportError, match="left in bucket 1 of 1"):
         receiving.result(LONG_S)
-    ends.send()  # which its operating system still takes
+    with suppress(TransportError):  # it may have heard of that, but has begun to send
+        ends.send()
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         assert not ends.live.tensors[0].any()
