@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from prl.config.load import load
 from prl.config.schema import Config
@@ -22,6 +22,8 @@ from prl.control.threaded import ThreadedClient
 from prl.control.token import read_token
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import in_words
+
+Client = TypeVar("Client", ControlClient, ThreadedClient)
 
 
 @dataclass(frozen=True)
@@ -69,16 +71,7 @@ def run_child(main: Callable[[Child, ControlClient], Awaitable[None]]) -> NoRetu
     leave_what_is_loaded()
 
     async def guarded() -> int:
-        control = child.config.control
-        client = ControlClient(
-            child.control_url,
-            child.token,
-            child.role,
-            child.index,
-            control,
-            start=child.start,
-            on_lost=end_surely(control.stop_s),
-        )
+        client = _client_of(child, ControlClient)
         async with client:
             try:
                 await main(child, client)
@@ -103,16 +96,7 @@ def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoRetur
     child = child_from_environment()
     leave_what_is_loaded()
     code = 0
-    control = child.config.control
-    with ThreadedClient(
-        child.control_url,
-        child.token,
-        child.role,
-        child.index,
-        control,
-        start=child.start,
-        on_lost=end_surely(control.stop_s),
-    ) as client:
+    with _client_of(child, ThreadedClient) as client:
         try:
             main(child, client)
             if client.lost is not None:
@@ -125,6 +109,11 @@ def run_threaded_child(main: Callable[[Child, ThreadedClient], None]) -> NoRetur
                 say(f"could not report the failure: {unreachable}")
             say(traceback.format_exc())
     sys.exit(code)
+
+
+def _client_of(child: Child, kind: type[Client]) -> Client:
+    options, on_lost = child.config.control, end_surely(child.config.control.stop_s)
+    return kind(child.control_url, child.token, child.role, child.index, options, start=child.start, on_lost=on_lost)
 
 
 def dump_stacks_when_asked() -> None:
