@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,11 +92,7 @@ class Replica:
         for worker, staged in enumerate(found):
             if staged.get("version") != str(version):
                 raise CommitRefused(f"worker {worker} holds {staged.get('version', 'no staged version')}, not {version}")
-        if found[0]["share"]:
-            arrived = {"all workers": sum(int(staged["digest"]) for staged in found) % MODULUS}
-        else:
-            arrived = {f"worker {worker}": int(staged["digest"]) for worker, staged in enumerate(found)}
-        for where, value in arrived.items():
+        for where, value in _digests(found).items():
             if value != digest:
                 await self._close(f"version {version} arrived in {where} with digest {value}, not {digest}")
 
@@ -121,11 +117,13 @@ class Replica:
         if self._still_since_s is None:
             self._traffic.paused(began)
         results = await self._engine.collective_rpc("prl_commit")
-        errors = [f"worker {worker}: {result['error']}" for worker, result in enumerate(results) if "error" in result]
-        live = sum(int(result.get("digest", 0)) for result in results) % MODULUS
-        if errors or live != digest:
-            why = "; ".join(errors) or f"the live parameters have digest {live}, not {digest}"
-            await self._close(f"version {version} is not what was sent: {why}")
+        wrong = [f"worker {worker}: {result['error']}" for worker, result in enumerate(results) if "error" in result] or [
+            f"the live parameters of {where} have digest {value}, not {digest}"
+            for where, value in _digests(results).items()
+            if value != digest
+        ]
+        if wrong:
+            await self._close(f"version {version} is not what was sent: {'; '.join(wrong)}")
         # One call behind the other without waiting in between: the engine takes them in this order.
         await asyncio.gather(core.set_weight_version_async(str(version)), core.resume_scheduler_async())
         pause_s = time.monotonic() - began
@@ -146,3 +144,10 @@ class Replica:
         """Those who wait at the entrance, too, are told."""
         self.closed, self._still_since_s = reason, None
         self.entrance.open()
+
+
+def _digests(reports: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """By who holds it: of the whole version. The workers' shares of it add up."""
+    if reports[0]["share"]:
+        return {"all workers": sum(int(report["digest"]) for report in reports) % MODULUS}
+    return {f"worker {worker}": int(report["digest"]) for worker, report in enumerate(reports)}

@@ -328,7 +328,7 @@ def test_a_live_parameter_that_changes_after_the_copy_is_caught(lab, models):
     in_flight = lab.stream(PROMPT, max_tokens=LONG)
     refused = lab.commit(report.digest)
     assert refused.status == 409
-    assert "the live parameters have digest" in refused.body["error"]
+    assert "the live copy differs from what was received" in refused.body["error"]
     assert in_flight.last["finish_reason"] == "abort"
     assert {span["version"] for span in in_flight.last["weight_versions"]} == {f"0:{lab.step - 1}"}  # no token of the new one
     assert lab.generate(PROMPT, max_tokens=3).result(30).status == 503

@@ -96,7 +96,7 @@ def test_a_live_parameter_that_changes_before_the_commit_is_caught(chunked, mode
     report, _ = chunked.send(weights_of(models[1]))
     refused = chunked.commit(report.digest)
     assert refused.status == 409
-    assert "the live parameters have digest" in refused.body["error"]
+    assert "the live parameters of all workers have digest" in refused.body["error"]
     chunked.update(weights_of(models[1]))
 
 

@@ -74,7 +74,7 @@ def test_experts_that_are_swapped_in_the_live_model_are_refused(experts, models)
     report, _ = experts.send(good)
     refused = experts.commit(report.digest)
     assert refused.status == 409
-    assert "the live parameters have digest" in refused.body["error"]
+    assert "the live copy differs from what was received" in refused.body["error"]
     assert experts.generate(PROMPT, max_tokens=3).result(30).status == 503
     experts.update(good)
 
