@@ -8,13 +8,13 @@ bfloat16. Each round does every way once: in seconds, and in those of all proces
 work too. Ratios are of one round: median, and range of all rounds.
 
     bare     the same bytes from the same roots over the same groups, without packing or unpacking, then the same digests
-    lanes    what a version takes: new memory to stage it, pack, send, unpack, digest at both ends
+    lanes    what a version takes: pack, send, receive where it is staged (in memory that stays), digest at both ends
     whole    ranks 0 and 1 put whole tensors together from their shards, as `export_weights` does
     gather   rank 0 sends them to all workers, which take them into new memory; all of these digest the whole
 
 `gather to lanes` is with `whole`, which is a part of that way, and without. `digest` is of what a worker stages, by processor
 time. `links` are counted by the system, connection by connection, in an update over the lanes: what a root sent to a worker, by
-what the plan says. `peak` is how much a process's memory rises in an update over the lanes, in buckets, beside what is staged.
+what the plan says. `peak` is how much a process's memory rises in an update over the lanes, in buckets.
 It wants 6 GiB of memory.
 """
 
@@ -215,14 +215,11 @@ class Process:
     def lanes(self) -> tuple[LegReport, ...]:
         if self._trains:
             return self._sender.send(self._view, LIMIT_S).legs
-        staging = Staging(self._setting.plan, self._setting.route.shards[self._lane])
-        self._staged = sum(tensor.nbytes for tensor in staging.tensors.values())
-        return self._receiver.receive(staging, LIMIT_S).legs
+        return self._receiver.receive(self._view, LIMIT_S).legs
 
     def counted(self) -> dict[str, Any]:
-        staged = 0 if self._trains else self._staged
         links = {ends: count - self._links.get(ends, 0) for ends, count in _links(self._port)}
-        return {"peak": _memory("VmHWM") - self._memory - staged, "links": links}
+        return {"peak": _memory("VmHWM") - self._memory, "links": links}
 
     def whole(self) -> None:
         if self._shards is not None:
