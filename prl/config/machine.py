@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import psutil
 
@@ -101,18 +101,29 @@ def count_parameters(model: ModelConfig) -> int:
 
 
 def free_memory_bytes() -> int:
-    """Free memory of the machine, or of the container where that has a limit of its own."""
-    free = int(psutil.virtual_memory().available)
-    limited = cgroup_free_bytes(Path("/sys/fs/cgroup"))
-    return free if limited is None else min(free, limited)
+    """Free memory of the machine, or of what this process is in where that has a limit: a container, a job of Slurm's."""
+    try:
+        groups = own_groups(Path("/proc/self/cgroup").read_text())
+    except FileNotFoundError:
+        groups = [""]
+    limited = (cgroup_free_bytes(Path("/sys/fs/cgroup"), group) for group in groups)
+    return min([int(psutil.virtual_memory().available), *(free for free in limited if free is not None)])
 
 
-def cgroup_free_bytes(root: Path) -> int | None:
+def own_groups(text: str) -> list[str]:
+    """The control groups that limit this process's memory, from /proc/self/cgroup: its own and those around it. In a container
+    those that it cannot see do not exist."""
+    paths = [path for _, kinds, path in (line.split(":", 2) for line in text.splitlines()) if kinds in ("", "memory")]
+    around = [PurePosixPath(path.lstrip("/")) for path in paths]
+    return sorted({"" if str(group) == "." else str(group) for path in around for group in (path, *path.parents)})
+
+
+def cgroup_free_bytes(root: Path, group: str = "") -> int | None:
     """What a control group leaves: its limit less what is used, where files that the kernel keeps in memory and would give up
     (inactive_file) count as free. `root` is where cgroups are mounted, version 2 or 1. None where there is no limit."""
     for folder, limit_name, used_name, inactive in (
-        (root, "memory.max", "memory.current", "inactive_file"),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        (root / group, "memory.max", "memory.current", "inactive_file"),
+        (root / "memory" / group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
             limit, used = (folder / limit_name).read_text().strip(), int((folder / used_name).read_text())

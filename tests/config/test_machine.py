@@ -8,7 +8,7 @@ from checked import GIB, LLAMA, problems
 from prl.config.checks import check
 from prl.config.hf_config import model_config
 from prl.config.load import ConfigError, replace
-from prl.config.machine import cgroup_free_bytes, count_parameters, estimate_memory_bytes, free_memory_bytes
+from prl.config.machine import cgroup_free_bytes, count_parameters, estimate_memory_bytes, free_memory_bytes, own_groups
 from prl.streams.options import RedisOptions
 
 
@@ -72,6 +72,15 @@ def test_cached_files_count_as_free_memory(tmp_path):
     assert cgroup_free_bytes(tmp_path / "one") == 550
     assert cgroup_free_bytes(tmp_path / "none") is None
     assert free_memory_bytes() > 0
+    cgroup(tmp_path / "two/job_7/step_0", memory__max=600, memory__current=500, memory__stat=stat)
+    assert cgroup_free_bytes(tmp_path / "two", "job_7/step_0") == 101
+
+
+def test_the_control_groups_around_a_process():
+    slurm = "4:memory:/slurm/uid_7/job_9\n3:cpuset:/other\n0::/system.slice/slurmd\n"
+    around = ["", "slurm", "slurm/uid_7", "slurm/uid_7/job_9", "system.slice", "system.slice/slurmd"]
+    assert own_groups(slurm) == around
+    assert own_groups("0::/\n") == [""]
 
 
 def test_what_is_not_installed_here_is_told_before_a_run_on_this_machine(good, monkeypatch, tmp_path):
