@@ -4,7 +4,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from prl.config.bounds import Above, AtLeast, Below
+from prl.config.bounds import Above, AtLeast, AtMost, Below
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightOptions:
+    """What is looked at on every node before anything of a run is loaded there."""
+
+    enabled: Annotated[bool, "look at every node first, and end the run, naming them, where some will not do"] = True
+    visible_s: Annotated[
+        float, "seconds that a file which prl-submit wrote into the run folder may take until a node can read it", Above(0)
+    ] = 30.0
+    clock_s: Annotated[float, "largest difference in seconds between a node's clock and the orchestrator's", Above(0)] = 2.0
+    memory_gib: Annotated[float, "least free memory of a node, in GiB", AtLeast(0)] = 1.0
+    disk_gib: Annotated[
+        float,
+        "least room in GiB in the run folder (its filesystem's, and its quota's) and in each node's folder for temporary files",
+        AtLeast(0),
+    ] = 1.0
+    files: Annotated[int, "least number of files that may still be made in each of these folders", AtLeast(0)] = 1000
+    ports: Annotated[
+        int, "least number of a node's free ports between 20,000 and 32,000, where its servers listen", AtLeast(1)
+    ] = 100
+    device_memory_gib: Annotated[
+        float, "most memory in GiB of an accelerator that others, or what an earlier job left, may use", AtLeast(0)
+    ] = 4.0
+    target_percent: Annotated[
+        float, "a storage target of Lustre that is fuller than so many per cent is warned of", Above(0), AtMost(100)
+    ] = 98.0
+    bandwidth_mib_per_s: Annotated[
+        float, "least MiB a second over one TCP connection between a node that trains and one that samples", AtLeast(0)
+    ] = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +137,6 @@ class ClusterOptions:
     interface: Annotated[
         str | None, "network interface of collectives, e.g. ib0; null: NCCL and gloo choose (without Slurm: the loopback)"
     ] = None
+    preflight: Annotated[PreflightOptions, "what every node is asked before anything of the run is loaded there"] = field(
+        default_factory=PreflightOptions
+    )

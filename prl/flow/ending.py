@@ -7,6 +7,7 @@
     quota           no: a person has to make room first
     out of memory   no: it would run out of it again
     error           no: it would fail again
+    bad node        no: it would be given the same nodes again; a person has to leave them out first
     time limit      yes
     preempted       yes
     node failure    yes
@@ -19,7 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Reason = Literal["done", "stopped", "cancelled", "quota", "out of memory", "error", "time limit", "preempted", "node failure"]
+Reason = Literal[
+    "done", "stopped", "cancelled", "quota", "out of memory", "error", "bad node", "time limit", "preempted", "node failure"
+]
 Next = Literal["requeue", "chain", "stop"]
 GOES_ON: frozenset[Reason] = frozenset({"time limit", "preempted", "node failure"})
 

@@ -20,6 +20,7 @@ FREE = Means(requeue=True, chain=2, fruitless=2)
         ("quota", "stop"),
         ("out of memory", "stop"),
         ("error", "stop"),
+        ("bad node", "stop"),
         ("time limit", "requeue"),
         ("preempted", "requeue"),
         ("node failure", "requeue"),

@@ -1,0 +1,63 @@
+"""The room that the run folder has: asked once, on rank 0, since all nodes share its filesystem."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from prl.cluster.preflight.lustre import Quota, Targets, parse_quota, parse_targets
+from prl.cluster.preflight.measure import LIMIT_S, Room, in_thread, room_in
+from prl.cluster.run import ProgramError, run
+
+LFS_S = 15.0  # of one question
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What is None could not be asked, or is no matter of this filesystem; `failed` says why where that should not be so."""
+
+    room: Room | None
+    quotas: tuple[Quota, ...]
+    targets: Targets | None
+    failed: tuple[str, ...]
+
+
+async def measure_storage(folder: Path) -> Storage:
+    """Of the filesystem in which the folder lies, with quota and storage targets where that is Lustre."""
+    failed: list[str] = []
+    room, asked = None, None
+    try:
+        room = await in_thread(lambda: room_in(folder), LIMIT_S)
+        asked = await in_thread(lambda: ask_lustre(folder, mounted), 2 * LFS_S + LIMIT_S)
+    except (OSError, ProgramError) as error:
+        failed.append(f"{folder}: {error}")
+    quotas, targets = asked or ((), None)
+    return Storage(room, quotas, targets, tuple(failed))
+
+
+def ask_lustre(folder: Path, mounts: Callable[[], list[tuple[str, str]]]) -> tuple[tuple[Quota, ...], Targets] | None:
+    """Quotas of this user and group, and the targets; None where there is no `lfs` or the folder is elsewhere. `mounts` as
+    `mounted`. Raises ProgramError."""
+    if shutil.which("lfs") is None:
+        return None
+    mount, kind = mount_of(folder, mounts())
+    if kind != "lustre":
+        return None
+    quota = run(["lfs", "quota", mount], timeout_s=LFS_S)
+    targets = run(["lfs", "df", mount], timeout_s=LFS_S, check=False)  # fails where a target does not answer
+    return parse_quota(quota.out), parse_targets(targets.out)
+
+
+def mount_of(folder: Path, mounts: list[tuple[str, str]]) -> tuple[str, str]:
+    """Where the filesystem of a folder is mounted, and its kind; of several mounts at one place the last one counts."""
+    resolved = folder.resolve()
+    around = [(place, kind) for place, kind in mounts if resolved.is_relative_to(place)]
+    longest = max((len(place) for place, _ in around), default=0)
+    return next(((place, kind) for place, kind in reversed(around) if len(place) == longest), ("", ""))
+
+
+def mounted() -> list[tuple[str, str]]:
+    """Where filesystems are mounted here, and their kinds, in the order of their mounts."""
+    return [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
