@@ -17,6 +17,9 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--account", help="Slurm account")
     group.add_argument("--partition", help="Slurm partition")
     group.add_argument("--qos", help="Slurm quality of service")
+    group.add_argument(
+        "--exclude", metavar="NODES", help="nodes that Slurm is not to give, e.g. n3,n7 (cluster.sbatch.exclude)"
+    )
 
 
 def with_cluster_arguments(config: Config, options: argparse.Namespace) -> Config:
@@ -32,6 +35,8 @@ def with_cluster_arguments(config: Config, options: argparse.Namespace) -> Confi
         if given["time_min"] is None:
             raise ConfigError(f"--time {options.time}: a run needs a time limit; write minutes, or e.g. 1-12:00:00")
     config = replace(config, cluster={key: value for key, value in given.items() if value is not None})
+    if options.exclude is not None:
+        config = replace(config, cluster={"sbatch": {**config.cluster.sbatch, "exclude": options.exclude}})
     if options.nodes == 1:
         return replace(config, cluster={"mode": "plain"})
     if options.nodes is not None and config.cluster.mode in ("auto", "local"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shlex
 import shutil
 import time
@@ -117,9 +118,15 @@ def _fill_attempt(config: Config, folder: RunFolder, attempt: int) -> None:
     text = dump(config).encode()
     publish(folder.config, text)
     publish(folder.attempt_config(attempt), text)
+    _write_canary(folder, attempt)
     for request in (folder.stop, folder.save):
         request.unlink(missing_ok=True)  # meant for an attempt before this one
     _point_latest(folder, Path(folder.attempt(attempt).name))
+
+
+def _write_canary(folder: RunFolder, attempt: int) -> None:
+    """What the preflight looks for on every node; never the same twice, so that no older one is taken for it."""
+    publish(folder.canary(attempt), secrets.token_hex(16).encode())
 
 
 def begin_requeued(folder: RunFolder, attempt: int, restarts: int) -> None:
@@ -129,6 +136,7 @@ def begin_requeued(folder: RunFolder, attempt: int, restarts: int) -> None:
     own.mkdir(exist_ok=True)
     publish(folder.attempt_config(attempt), read_plain(folder.attempt_config(first)))
     publish(folder.submission(attempt), read_plain(folder.submission(first)))
+    _write_canary(folder, attempt)
     _point_latest(folder, Path(own.name))
 
 

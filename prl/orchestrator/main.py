@@ -18,6 +18,7 @@ from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.journal import Journal
 from prl.orchestrator.outcome import CANCEL, ENDED, REPORTED, Cause, conclude
+from prl.orchestrator.preflight import PreflightDesk
 from prl.orchestrator.processes import ProcessDesk
 from prl.orchestrator.requests import watch_requests
 from prl.orchestrator.resume import Start, checked_start, publish_plan
@@ -92,7 +93,8 @@ class Orchestrator:
             done_with=self._is_done_with,
             finished=lambda: self._work.steps.finished,
         )
-        self._server.add(self._processes.handlers())
+        self._preflight = PreflightDesk(run, config, plan, self._causes, self._bell)
+        self._server.add({**self._processes.handlers(), **self._preflight.handlers()})
 
     async def serve(self, host: str) -> str:
         """Open the control plane and say where it is."""
@@ -196,6 +198,8 @@ class Orchestrator:
 
     async def _through_phases(self) -> None:
         control, weights = self._config.control, self._config.weights
+        if not await self._preflight.passed():
+            return
         if not await self._causes.wait(self._checked.is_set, control.wait_s, lambda: "the checkpoint's files to be checked"):
             return
         if not await self._causes.wait(self._processes.all_joined, control.start_s, self._processes.missing):

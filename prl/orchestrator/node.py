@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from prl.cluster.preflight.node import pass_preflight
 from prl.control.child import report_failure
 from prl.control.client import ControlClient
 from prl.control.options import ControlOptions
@@ -33,7 +34,6 @@ async def run_agent(
     ControlError when the orchestrator was lost (the children are ended first)."""
     async with ControlClient(control_url, token, "agent", node, options) as client:
         await client.join({"address": address})
-        answer = await client.call("children", {}, deadline_s=options.start_s, reason="the plan of this node's children")
         children: dict[str, RunningChild] = {}
         metrics = MetricsWriter(run.metrics, "agent", node, attempt)
 
@@ -43,8 +43,8 @@ async def run_agent(
             return child
 
         try:
-            for entry in answer["children"]:
-                await start(ChildPlan(**{**entry, "devices": tuple(entry["devices"])}), 0)
+            for plan in await _plans(client, run, attempt, address, token, options):
+                await start(plan, 0)
             await _watch(client, children, start, options, metrics)
         except Exception as error:
             await report_failure(client, error, run.path)
@@ -58,6 +58,16 @@ async def run_agent(
         if client.lost is not None:
             raise client.lost
         await client.call("node_done", {}, deadline_s=10.0, reason="reporting the node's end")
+
+
+async def _plans(
+    client: ControlClient, run: RunFolder, attempt: int, address: str, token: str, options: ControlOptions
+) -> list[ChildPlan]:
+    """The children of this node; none where the preflight keeps the run from going on."""
+    if not await pass_preflight(client, run.canary(attempt), address, token):
+        return []
+    answer = await client.call("children", {}, deadline_s=options.start_s, reason="the plan of this node's children")
+    return [ChildPlan(**{**entry, "devices": tuple(entry["devices"])}) for entry in answer["children"]]
 
 
 def _environment(run: RunFolder, attempt: int, plan: ChildPlan, start: int, address: str, control_url: str) -> dict[str, str]:

@@ -29,6 +29,7 @@ class Cause:
     detail: str = ""  # a traceback
     reason: Reason = "error"
     log_end: str = ""  # of a process that ended without a word
+    host: str | None = None  # the nodes at fault, with commas between them
 
 
 AGENT = 0  # a node agent reports its own fault, after which the batch system ends everything
@@ -74,6 +75,7 @@ def conclude(
         decision.next,
         decision.words,
         first.role,
+        first.host,
         EXIT_CODES[outcome],
         detail=first.detail,
         log_end=first.log_end,

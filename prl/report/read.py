@@ -22,6 +22,7 @@ from prl.runfolder.logs import log_end
 from prl.runfolder.outcome import OutcomeError, read_outcome
 from prl.runfolder.paths import RunFolder, listed, run_of_attempt
 from prl.runfolder.plan import PlanError, read_plan
+from prl.runfolder.preflight import PreflightError, PreflightFacts, read_preflight
 from prl.streams.files import StreamError
 from prl.streams.ledger import read_ledger
 
@@ -113,6 +114,7 @@ class RunRecord:
     weights: Table  # commits of versions
     evaluations: Mapping[str, Table]  # by domain
     phases: Sequence[Phase]
+    preflight: PreflightFacts | None  # of the last attempt that has one
     samplers: Sequence[SamplerChange]
     usage: Sequence[UsageSeries]
     discards: Mapping[str, int]  # rollouts by reason
@@ -135,6 +137,7 @@ def read_run(path: Path | str) -> RunRecord:
         )
     events, odd = _events(run.metrics)
     discards, notes = _discards(run)
+    preflights = list(_preflights(run, attempts, ends))
     return RunRecord(
         path=run.path.resolve(),
         config=_read_config(run.config),
@@ -143,6 +146,7 @@ def read_run(path: Path | str) -> RunRecord:
         weights=table_of(event for event in events if event.kind == names.WEIGHTS),
         evaluations=_evaluations(events),
         phases=_phases(events),
+        preflight=preflights[-1] if preflights else None,
         samplers=_sampler_changes(events),
         usage=_usage(events),
         discards=discards,
@@ -167,6 +171,19 @@ def _refused(run: RunFolder, attempts: Sequence[int]) -> Iterator[str]:
                 yield from (f"attempt {attempt}: {words}" for words in read_plan(run.plan(attempt)).refused)
             except PlanError as error:
                 yield str(error)
+
+
+def _preflights(run: RunFolder, attempts: Sequence[int], notes: list[str]) -> Iterator[PreflightFacts]:
+    """What the nodes of each attempt were like; what was found amiss is a note."""
+    for attempt in attempts:
+        if os.path.lexists(run.preflight(attempt)):
+            try:
+                found = read_preflight(run.preflight(attempt))
+            except PreflightError as error:
+                notes.append(str(error))
+            else:
+                notes += [f"attempt {attempt}, preflight: {words}" for words in found.findings]
+                yield found
 
 
 def _failed_saves(events: Iterable[Event]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from prl.metrics import names
 from prl.report.summary import Spread, Summary
+from prl.runfolder.preflight import PreflightFacts
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_COLUMNS = 60
@@ -109,6 +110,8 @@ def _data(s: Summary) -> Iterator[str]:
 def _time(s: Summary) -> Iterator[str]:
     if s.start_up:
         yield "start-up    " + ", ".join(f"{name} at {seconds:.1f} s" for name, seconds in s.start_up)
+    if s.preflight:
+        yield "preflight   " + _preflight(s.preflight)
     if s.step_s:
         yield "step        " + _spread(s.step_s)
     if s.step_file_s:
@@ -119,6 +122,16 @@ def _time(s: Summary) -> Iterator[str]:
             f"trainer     computing {_percent(t.computing)}, waiting for data {_percent(t.waiting)}, "
             f"sending weights {_percent(t.sending)}"
         )
+
+
+def _preflight(facts: PreflightFacts) -> str:
+    words = f"{facts.nodes} node{'s' * (facts.nodes != 1)} in {_seconds(facts.took_s)}"
+    if facts.slowest and facts.median_mib_per_s is not None:
+        node, peer, speed = facts.slowest
+        words += f"; TCP {facts.median_mib_per_s:,.0f} MiB/s, slowest {speed:,.0f} ({node} with {peer})"
+    if facts.clock and facts.nodes > 1:
+        words += f"; clocks within {_seconds(facts.clock[1])} ({facts.clock[0]})"
+    return words
 
 
 def _weights(s: Summary) -> Iterator[str]:

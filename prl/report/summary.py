@@ -11,6 +11,7 @@ import numpy as np
 from prl.metrics import names
 from prl.report.read import Float64, RunRecord, UsageSeries
 from prl.runfolder.logs import BATCH_FAILED
+from prl.runfolder.preflight import PreflightFacts
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Summary:
     ended: float | None  # or of the newest event
     duration_s: float | None
     start_up: Sequence[tuple[str, float]]  # phases of the last attempt, seconds since its first
+    preflight: PreflightFacts | None  # what its nodes were like before that
     steps: int  # the newest optimizer step
     steps_planned: int | None
     rewards: Sequence[tuple[int, float]]  # (step, mean reward of the trained rollouts)
@@ -127,6 +129,7 @@ def summarize(record: RunRecord, now: float) -> Summary:
         ended=ended,
         duration_s=None if started is None or ended is None else ended - started,
         start_up=_start_up(record),
+        preflight=record.preflight,
         steps=int(steps.step[-1]) if len(steps) else 0,
         steps_planned=options.get("steps"),
         rewards=_curve(steps.step, steps.column(names.REWARD_MEAN)),

@@ -29,6 +29,7 @@ class Outcome:
     next: str = ""  # what is to be done then: requeue, chain or stop; and
     next_words: str = ""  # why
     role: str | None = None  # whose failure it was
+    host: str | None = None  # the node whose failure it was, or several with commas between them, where it was a node's
     code: int | None = None
     detail: str = ""  # a traceback
     log_end: str = ""  # of a process that ended without a word
@@ -84,6 +85,7 @@ def read_outcome(path: Path) -> Outcome | None:
         next=of(str, "next", ""),
         next_words=of(str, "next_words", ""),
         role=of(str, "role"),
+        host=of(str, "host"),
         code=of(int, "code"),
         detail=of(str, "detail", ""),
         log_end=of(str, "log_end", ""),

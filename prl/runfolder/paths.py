@@ -151,6 +151,14 @@ class RunFolder:
     def exit(self, number: int) -> Path:
         return self.attempt(number) / "exit.json"
 
+    def canary(self, number: int) -> Path:
+        """A file of random words that every node of the attempt has to be able to read."""
+        return self.attempt(number) / "canary"
+
+    def preflight(self, number: int) -> Path:
+        """What the attempt's nodes were like before anything was loaded there (prl/cluster/preflight)."""
+        return self.attempt(number) / "preflight.json"
+
     def orchestrator_url(self, number: int) -> Path:
         """Where the attempt's control plane listens; written by rank 0, read by the other nodes' agents."""
         return self.attempt(number) / "control.json"

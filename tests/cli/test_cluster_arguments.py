@@ -22,13 +22,13 @@ def directives(text):
 def test_the_command_line_counts_more_than_the_configuration_and_that_more_than_the_sites_profile(config, capsys):
     (config / "site.yaml").write_text(PROFILE)
     over = ["cluster.profile=site.yaml", "cluster.account=mine", "cluster.sbatch={constraint: a100}"]
-    arguments = ["--nodes", "5", "--trainer-nodes", "2", "--time", "1-12:00:00", "--qos", "high"]
+    arguments = ["--nodes", "5", "--trainer-nodes", "2", "--time", "1-12:00:00", "--qos", "high", "--exclude", "n3,n7"]
     assert submit.main(["c.yaml", "--dry-run", *arguments, "--set", *over]) == 0
     out = capsys.readouterr().out
     options = directives(out)
     half = options[5:]
     wanted = ["ntasks-per-node=1", "time=2160", "partition=gpu", "account=mine", "qos=high", "constraint=a100"]
-    wanted.append("hint=nomultithread")
+    wanted += ["hint=nomultithread", "exclude=n3,n7"]
     assert half == ["nodes=2", *wanted, "nodes=3", *wanted]
     assert "\nmodule load cuda/12.8\n" in out
     assert "at the time limit of 2160 minutes it has used 180 node-hours\n" in out  # 5 nodes of 36 hours

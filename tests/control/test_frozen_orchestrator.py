@@ -16,13 +16,15 @@ from prl.runfolder.paths import RunFolder
 SERVER = """
 import asyncio, sys
 from prl.control.server import ControlServer
+async def preflight(member, body):
+    return {"wanted": None}
 async def children(member, body):
     plan = {"role": "sleeper", "index": 0, "node": 1, "devices": [], "serves": False}
     return {"children": [{**plan, "environment": {"PYTHONPATH": sys.argv[1], "PYTHONSAFEPATH": "1"}}]}
 async def orders(member, body):
     await asyncio.sleep(600)
 async def main():
-    handlers = {"children": children, "orders": orders}
+    handlers = {"preflight": preflight, "children": children, "orders": orders}
     server = ControlServer("token", handlers, on_join=lambda m: None, on_fail=lambda m, e, t: None)
     print(await server.start("127.0.0.1"), flush=True)
     await asyncio.sleep(600)

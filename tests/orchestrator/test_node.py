@@ -22,8 +22,11 @@ class Orchestrator:
     def __init__(self, stub, restarts):
         self.restarts, self.ended, self.to_end, self.dumps, self.bell = restarts, [], [], 0, Bell()
         self.environment = {"PYTHONPATH": str(stub), "PYTHONSAFEPATH": "1"}
-        handlers = {name: getattr(self, name) for name in ("children", "child_ended", "orders", "node_done")}
+        handlers = {name: getattr(self, name) for name in ("preflight", "children", "child_ended", "orders", "node_done")}
         self.server = ControlServer("token", handlers, on_join=lambda m: None, on_fail=lambda m, e, t: self.ended.append(e))
+
+    async def preflight(self, member, body):
+        return {"wanted": None}
 
     async def children(self, member, body):
         plan = {"role": "sampler", "node": 1, "devices": [], "serves": True, "environment": self.environment}

@@ -41,6 +41,7 @@ def config_of(agents: int, lost_after_s: float) -> Config:
         "run.groups_per_step": agents,  # enough work for so many samplers
         "control.start_s": START_S,
         "control.lost_after_s": lost_after_s,
+        "cluster.preflight.enabled": False,
     }
     return load(CONFIG, [f"{key}={value}" for key, value in overrides.items()])
 
