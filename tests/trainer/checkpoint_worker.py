@@ -90,7 +90,7 @@ def main(folder: Path) -> None:
     device.install(1)
     import torch
     from gathered_attention import attention_of
-    from megatron.core import parallel_state
+    from regroup import leave_groups
     from torch.distributed.checkpoint import filesystem
 
     from prl.trainer.checkpoint import SaveError, _write, begin_save, finish_save, load_checkpoint
@@ -122,7 +122,7 @@ def main(folder: Path) -> None:
         return finish_save(begin_save(engine, channel, path, step), channel, 120.0)
 
     def relayout(options: TrainOptions) -> None:
-        parallel_state.destroy_model_parallel()
+        leave_groups()
         start_groups(options, timeout_s=60.0)
 
     def save_in(model: str, layout: str, options: TrainOptions) -> None:

@@ -48,6 +48,7 @@ def main(folder: Path) -> None:
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+    from regroup import leave_groups
 
     from prl.config.hf_config import read_model_config
     from prl.trainer.batch import to_device
@@ -181,7 +182,7 @@ def main(folder: Path) -> None:
         report(f"counted_{name}", {key: np.array(value) for key, value in found.items()})
 
     def restart(options: TrainOptions) -> None:
-        parallel_state.destroy_model_parallel()
+        leave_groups()
         start_groups(options, timeout_s=60.0)
 
     one = TrainOptions(learning_rate=1e-3)

@@ -147,6 +147,7 @@ def main(folder: Path) -> None:
     import torch.distributed as dist
     from gathered_attention import attention_of
     from megatron.core import parallel_state
+    from regroup import leave_groups
 
     from prl.trainer.batch import to_device
     from prl.trainer.engine import Engine, build_engine
@@ -291,7 +292,7 @@ def main(folder: Path) -> None:
             found[f"bytes:{key}"] = np.array([held[key] for held in channel.gather(held_bytes(engine))])
         if rank == 0:
             np.savez(results / f"{model}_{name}.npz", **found)
-        parallel_state.destroy_model_parallel()
+        leave_groups()
 
     for model, layouts in LAYOUTS[ranks].items():
         for name, changes in layouts.items():
