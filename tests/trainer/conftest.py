@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ranks import Results, run_ranks
 from trainer_data import VOCABULARY
 
-WORKER = Path(__file__).with_name("trainer_worker.py")
+WORKERS = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
@@ -57,5 +57,18 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(model_folders: Path) -> Results:
     for ranks in (1, 2):
         (model_folders / f"ranks_{ranks}").mkdir()
-        run_ranks([sys.executable, str(WORKER), str(model_folders)], ranks)
+        run_ranks([sys.executable, str(WORKERS / "trainer_worker.py"), str(model_folders)], ranks)
     return Results(model_folders)
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Tiny models of every family, each in its folder, and what one rank and two have made of them."""
+    from families import write_models
+
+    folder = tmp_path_factory.mktemp("families")
+    write_models(folder)
+    for ranks in (1, 2):
+        (folder / f"ranks_{ranks}").mkdir()
+        run_ranks([sys.executable, str(WORKERS / "families_worker.py"), str(folder)], ranks)
+    return Results(folder)

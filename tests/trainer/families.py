@@ -1,11 +1,16 @@
 """Tiny models of every family as transformers writes them, that the worker and the tests of families make alike."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from trainer_data import VOCABULARY
+
+from prl.config.hf_config import read_model_config
+from prl.trainer.table import random_weights
 
 LENGTHS = (3, 17, 9, 1, 41, 9)
 SIZES = {
@@ -32,6 +37,7 @@ CONFIGS = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe_shares": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True}),
 }
+LARGE = {"vocab_size": 999, "hidden_size": 512, "intermediate_size": 2048, "head_dim": 64}  # megabytes
 EXPERT_MODELS = [name for name in CONFIGS if "moe" in name]
 
 
@@ -43,7 +49,8 @@ def routings() -> np.ndarray:
 
 
 def write_models(folder: Path) -> None:
-    """A folder a model; `qwen3_moe_fused` is `qwen3_moe` with all experts of a layer in one tensor."""
+    """A folder a model; `qwen3_moe_fused` is `qwen3_moe` with all experts of a layer in one tensor, `large` a `qwen3_untied` of
+    megabytes."""
     for name, (kind, options) in CONFIGS.items():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(kind(**SIZES, **options), dtype=torch.float32)
@@ -56,3 +63,12 @@ def write_models(folder: Path) -> None:
         model.save_pretrained(folder / name, max_shard_size="20KB" if name == "mistral" else "5GB")
         if name == "qwen3_moe":
             model.save_pretrained(folder / "qwen3_moe_fused", save_original_format=False)
+    large = folder / "large"
+    large.mkdir()
+    config = json.loads((folder / "qwen3_untied" / "config.json").read_text())
+    (large / "config.json").write_text(json.dumps(config | LARGE))
+    save_file(dict(random_weights(read_model_config(large), 1)), large / "model.safetensors")
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def main(folder: Path) -> None:
 
     device.install(1)
     import torch
+    from lanes_received import sent_by_lanes
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from regroup import leave_groups
@@ -53,7 +55,7 @@ def main(folder: Path) -> None:
     from prl.config.hf_config import read_model_config
     from prl.trainer.batch import to_device
     from prl.trainer.checkpoint import begin_save, finish_save, load_checkpoint
-    from prl.trainer.engine import build_engine
+    from prl.trainer.engine import Engine, build_engine
     from prl.trainer.hf_folder import read_weights, write_folder
     from prl.trainer.mapping import export_weights, load_weights
     from prl.trainer.model import build_model
@@ -61,6 +63,7 @@ def main(folder: Path) -> None:
     from prl.trainer.parallel import Channel, start_groups, stop_groups
     from prl.trainer.step import train_step
     from prl.trainer.table import random_weights
+    from prl.weights.digest import digest
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     results = folder / f"ranks_{ranks}"
@@ -137,15 +140,53 @@ def main(folder: Path) -> None:
         if parallel_state.get_tensor_model_parallel_world_size() == ranks:
             with torch.no_grad():
                 found["logits"] = logits_of(chunks[0]).numpy()
+        if ranks == 1:
+            for name, linear in adapted_linears(chunks[0]).items():
+                found |= {f"{name}_a": linear.lora_a.detach().numpy(), f"{name}_b": linear.lora_b.detach().numpy()}
         report(f"adapted_{layout}", found | arrays(export_weights(engine.chunks, config)))
+        sent(layout, "qwen2_linear", engine, channel)
+
+    def sent(layout: str, name: str, engine: Engine, channel: Channel) -> None:
+        """What workers of a sampler are sent by lanes: of which tensors it is unlike what is gathered, and unlike the model's
+        own, in which adapters are not merged."""
+        trained = getattr(torch, engine.options.dtype)
+        for workers, dtype in product((1, 2), ("float32", "bfloat16")):
+            kind = getattr(torch, dtype)
+            gathered = dict(export_weights(engine.chunks, engine.config, kind))
+            version = sent_by_lanes(engine, channel, workers, dtype)
+            if version is None:
+                continue
+            own = {key: x[:].to(trained).to(kind) for key, x in read_weights(folder / name, engine.config)}
+            found = {
+                "unlike": sorted({piece.name for piece in version.pieces if not piece.is_of(gathered)}),
+                "merged": sorted({piece.name for piece in version.pieces if not piece.is_of(own)}),
+                "elements": sum(piece.tile.elements for piece in version.pieces if piece.counted),
+                "digest": str(version.digest),
+                "gathered": str(digest(gathered)),
+                "buckets": version.buckets,
+            }
+            whole = [(piece.name, piece.content) for piece in version.pieces if ".1." in piece.name and layout == "one"]
+            report(f"sent_{layout}_{workers}_{dtype}", {key: np.array(x) for key, x in found.items()} | arrays(whole))
+
+    def sent_in_buckets(name: str, options: TrainOptions) -> None:
+        """The same of a larger model with adapters as if they had been trained."""
+        config, chunks = loaded(name, options)
+        generator = torch.Generator().manual_seed(SEED)  # the same on all ranks, which hold some of them whole
+        for key, parameter in chunks[0].named_parameters():
+            if key.endswith("lora_b"):
+                parameter.data.normal_(0.0, 0.01, generator=generator)
+        sent(name, name, build_engine(chunks, config, options), Channel(60.0))
+
+    def adapted_linears(chunk: Any) -> dict[str, Any]:
+        """Of the last layer those whose weights are one tensor of Hugging Face's each."""
+        layer = chunk.decoder.layers[1]
+        return {"o": layer.self_attention.linear_proj, "down": layer.mlp.linear_fc2}
 
     def adapter_gradients(options: TrainOptions) -> None:
-        """Of the adapters of the last layer's matrices that are one tensor of Hugging Face's each."""
         _, chunks = loaded("qwen2_linear", options)
         (logits_of(chunks[0]).log_softmax(-1)[:, 7]).sum().backward()
-        layer = chunks[0].decoder.layers[1]
         found = {}
-        for name, linear in (("o", layer.self_attention.linear_proj), ("down", layer.mlp.linear_fc2)):
+        for name, linear in adapted_linears(chunks[0]).items():
             found |= {f"{name}_a": linear.lora_a, f"{name}_of_a": linear.lora_a.grad, f"{name}_of_b": linear.lora_b.grad}
         report("adapter_gradients", {name: tensor.detach().numpy() for name, tensor in found.items()})
 
@@ -216,6 +257,7 @@ def main(folder: Path) -> None:
         counted("large", split)
         adapted("tensor", replace(adapters, tensor_parallel=2))
         adapted("sequence", replace(adapters, tensor_parallel=2, sequence_parallel=True))
+        sent_in_buckets("large", replace(adapters, tensor_parallel=2, sequence_parallel=True, dtype="bfloat16"))
         experts = replace(one, expert_parallel=2)
         restart(experts)
         for name in EXPERT_MODELS:

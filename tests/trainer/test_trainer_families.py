@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import CONFIGS, EXPERT_MODELS, LENGTHS, routings, write_models
+from families import CONFIGS, EXPERT_MODELS, LENGTHS, routings, tensors_of
 from families_worker import SEED
-from ranks import Results, run_ranks
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from trainer_data import VOCABULARY
 from transformers import AutoModelForCausalLM
 
@@ -27,27 +26,7 @@ from prl.trainer.hf_folder import read_weights, write_folder
 from prl.trainer.options import ModelOptions
 from prl.trainer.table import random_weights
 
-WORKER = Path(__file__).with_name("families_worker.py")
 TOOL = Path(__file__).parents[2] / "tools" / "export_checkpoint.py"
-LARGE = {"vocab_size": 999, "hidden_size": 512, "intermediate_size": 2048, "head_dim": 64}
-
-
-@pytest.fixture(scope="module")
-def families(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("families")
-    write_models(folder)
-    config = json.loads((folder / "qwen3_untied" / "config.json").read_text())
-    (folder / "large").mkdir()
-    (folder / "large" / "config.json").write_text(json.dumps(config | LARGE))
-    save_file(dict(random_weights(read_model_config(folder / "large"), 1)), folder / "large" / "model.safetensors")
-    for ranks in (1, 2):
-        (folder / f"ranks_{ranks}").mkdir()
-        run_ranks([sys.executable, str(WORKER), str(folder)], ranks)
-    return Results(folder)
-
-
-def tensors_of(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def assert_equal_bits(found, expected):
