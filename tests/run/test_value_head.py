@@ -13,7 +13,7 @@ STEPS, MORE = 16, 20
 OVERRIDES = (
     "train.value_head=true",
     "train.gae_lambda=0.95",
-    "train.value_rate_factor=10",
+    "train.value_rate_factor=2",  # of a rate of 1e-3: with more the values swing about the mean reward, 0.06, by as much
     "preprocess.advantage=reward",
     "run.groups_per_step=128",
     "run.rollouts_per_group=1",
@@ -41,9 +41,10 @@ def test_a_value_head_learns_in_a_whole_run_and_goes_on_after_a_resume(tmp_path)
     assert all(math.isfinite(values[name]) for values in first for name in logged)
     assert not any(values["train/skipped"] for values in first)
     assert all(values["data/rollouts"] == 128 for values in first)
-    # An untrained head says 0 of all answers; a trained one knows at least their mean reward.
+    # An untrained head says 0 of all answers; a trained one knows at least their mean reward. (The loss need not fall: while
+    # the policy learns rewards vary more.)
     assert abs(first[0]["train/value_mean"]) < 0.01
-    assert mean_of(first[-4:], "train/loss_value") < mean_of(first[:4], "train/loss_value")
+    assert mean_of(first[-8:], "train/value_mean") == pytest.approx(mean_of(first[-8:], "data/reward_mean"), rel=0.3)
 
     resumed = submit(folder, "--resume", folder, "--set", f"run.steps={MORE}", deadline_s=500)
     assert resumed.code == 0, resumed.logs()
