@@ -145,6 +145,14 @@ def _parts(config: Config) -> Iterator[str]:
     if config.weights.staging == "chunked" and (config.weights.delta or sample.quantization != "none"):
         key = "weights.delta = true" if config.weights.delta else f"sample.quantization = {sample.quantization}"
         yield f"weights.staging = chunked: {key} keeps or needs a whole version beside the live one; give up one of the two"
+    if config.weights.staging == "chunked":
+        for key in ("request_s", "rollout_s"):
+            if getattr(actor, key) <= config.weights.stillness_s:
+                yield (
+                    f"actor.{key} = {getattr(actor, key)}: with weights.staging = chunked samplers may stand still for "
+                    f"weights.group_s + weights.update_s = {config.weights.stillness_s} s before they hand back what they were "
+                    f"asked; set more than that, or lower those"
+                )
     if config.weights.delta and config.weights.transport == "lanes":
         yield ("weights.delta = true: lanes send all values of each version; set weights.transport: gather, or false here")
     if control.lost_after_s <= control.heartbeat_s:

@@ -21,7 +21,7 @@ class Entrance:
             await self._open.wait()
 
     def close(self) -> None:
-        """Nobody enters until it is opened."""
+        """Nobody enters until it is opened, for which whoever closes it has a deadline."""
         self._open.clear()
 
     def open(self) -> None:

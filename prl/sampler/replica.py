@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prl.control.child import say
 from prl.flow.versions import Version
 from prl.sampler.entrance import Entrance
 from prl.sampler.traffic import Traffic
@@ -37,6 +38,8 @@ class Replica:
         self._update_s = options.update_s
         self._chunked = options.staging == "chunked"
         self._still_since_s: float | None = None  # it stands still for a version that is written over the last one
+        self._stillness_s = options.stillness_s
+        self._limit: asyncio.Task[None] | None = None  # of that stillness
         self._lock = asyncio.Lock()
 
     async def connect(self, info: Mapping[str, Any]) -> None:
@@ -98,15 +101,28 @@ class Replica:
 
     async def _stand_still(self) -> None:
         """With weights.staging: chunked what arrives is written over the live version: sample nothing until the next commit.
-        Requests wait."""
+        Requests wait, but not longer than a version may take to arrive."""
         if not self._chunked or self.closed is not None or self._still_since_s is not None:
             return
         self.entrance.close()
+        if self._limit is None:
+            self._limit = asyncio.create_task(self._end_stillness(), name="limit of standing still")
         since_s = time.monotonic()
         self.version = self._traffic.label = None
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         self._traffic.paused(since_s)
         self._still_since_s = since_s  # not before the engine has confirmed it
+
+    async def _end_stillness(self) -> None:
+        """Where no version is committed in time: hand back what is in flight, which may go on elsewhere; refuse the rest."""
+        await asyncio.sleep(self._stillness_s)
+        async with self._lock:  # behind a commit that is under way, which has its own deadline
+            self._limit = None
+            try:
+                async with asyncio.timeout(self._update_s):
+                    await self._shut(f"this sampler stood still for {self._stillness_s:g} s, and no version was committed")
+            except TimeoutError:
+                say(f"prl: vLLM's engine did not abort what is in flight within {self._update_s:g} s: it stands still")
 
     async def _swap(self, version: Version, digest: int, clear_cache: bool) -> float:
         """The length of the pause, in seconds."""
@@ -128,7 +144,8 @@ class Replica:
         await asyncio.gather(core.set_weight_version_async(str(version)), core.resume_scheduler_async())
         pause_s = time.monotonic() - began
         self._traffic.label = str(version)
-        self.version, self.closed, self._still_since_s = version, None, None
+        self.version, self.closed = version, None
+        self._goes_on()
         return pause_s
 
     async def _close(self, reason: str) -> None:
@@ -142,8 +159,16 @@ class Replica:
 
     def _refuse(self, reason: str) -> None:
         """Those who wait at the entrance, too, are told."""
-        self.closed, self._still_since_s = reason, None
+        self.closed = reason
+        self._goes_on()
         self.entrance.open()
+
+    def _goes_on(self) -> None:
+        """It does not stand still for a version any more."""
+        self._still_since_s = None
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
 
 
 def _digests(reports: Sequence[Mapping[str, Any]]) -> dict[str, int]:

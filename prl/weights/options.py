@@ -19,7 +19,8 @@ class WeightsOptions:
         Literal["full", "chunked"],
         "full: a version arrives beside the one that is sampled from, and takes its place in a short pause; chunked: where the "
         "samplers' memory does not allow that, they stand still while it arrives, and each bucket is written over the last "
-        "version. Where a transfer breaks off they serve nothing until a whole version has come",
+        "version. Where none has come within group_s and update_s together they hand back what they were asked, and serve "
+        "nothing until a whole version has come",
     ] = "full"
     bucket_mib: Annotated[int, "size of one packed transfer, in MiB", AtLeast(1), Below(2**17)] = 256
     group_s: Annotated[float, "deadline of building the transfer group, in seconds", Above(0)] = 120.0
@@ -44,3 +45,8 @@ class WeightsOptions:
         "computed, which saves work, but makes their log-probs those of no single version; recompute: the cache is emptied, "
         "and computed anew for requests in flight, too",
     ] = "salted"
+
+    @property
+    def stillness_s(self) -> float:
+        """The longest that a sampler stands still for a version, with `staging: chunked`: as long as one may take to arrive."""
+        return self.group_s + self.update_s

@@ -221,6 +221,18 @@ def test_what_needs_a_version_beside_the_live_one_is_not_written_over_it(good):
     assert check(replace(chunked, weights={"transport": "lanes"}), memory_bytes=16 * GIB) == []
 
 
+@pytest.mark.parametrize("key", ["request_s", "rollout_s"])
+def test_requests_outlast_samplers_that_stand_still(good, key):
+    chunked = replace(good, weights={"staging": "chunked", "group_s": 50.0, "update_s": 40.0})
+    (problem,) = problems(replace(chunked, actor={key: 90.0}))
+    assert problem.startswith(
+        f"actor.{key} = 90.0: with weights.staging = chunked samplers may stand still for weights.group_s"
+    )
+    assert "= 90.0 s before" in problem
+    assert check(replace(chunked, actor={key: 90.1}), memory_bytes=16 * GIB) == []
+    assert check(replace(good, weights={"group_s": 50.0, "update_s": 40.0}, actor={key: 90.0}), memory_bytes=16 * GIB) == []
+
+
 def test_quantised_samplers_need_bfloat16_and_whole_tensors(good):
     quantized = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
     on_gpus = {"nodes": 2, "gpus_per_node": 4}

@@ -77,6 +77,25 @@ def test_a_transfer_that_broke_off_is_made_good_by_the_next_version(chunked, mod
     assert answers(chunked, models[2])
 
 
+def test_what_is_in_flight_is_handed_back_where_it_is_fenced_meanwhile(chunked, models):
+    """As where no version comes until its own deadline (test_replica.py)."""
+    chunked.update(weights_of(models[0]))
+    asked = chunked.ask(PROMPT, max_tokens=LONG, ignore_eos=True)
+    time.sleep(0.2)
+    assert chunked.offer(weights_of(models[1])).status == 200
+    waiting = chunked.ask(PROMPT, max_tokens=3)
+    time.sleep(0.2)
+    assert not asked.done()
+    assert chunked.request("POST", "/prl/weights/fence", {"reason": "no version came"}).status == 200
+    (answer,) = asked.result(30).body["answers"]
+    assert (answer["finish_reason"], len(answer["token_ids"]) < LONG) == ("abort", True)
+    assert (waiting.result(30).status, waiting.result().body) == (503, {"error": "no version came"})
+    report = chunked.trainer.send(weights_of(models[1]))
+    assert chunked.staged.get(timeout=30)["digest"] == str(report.digest)
+    assert chunked.commit(report.digest).status == 200
+    assert answers(chunked, models[1])
+
+
 def test_other_weights_than_were_sent_are_not_sampled_from(chunked, models):
     chunked.update(weights_of(models[0]))
     good = weights_of(models[1])
