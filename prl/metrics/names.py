@@ -33,12 +33,13 @@ train/ (the trainer)
     lag_mean, lag_max          over trained tokens, in optimizer steps
     lag_<n>                    trained tokens of lag n (optional; makes the report's histogram)
     tokens                     trained tokens, all ranks
-    step_s                     from one step's end to the next one's
+    step_s                     from one step's end to the next one's; this and all of it by the clock of the first rank
     wait_s                     of it: waiting for a step file
     send_s                     of it: the trainer's stall for a version: offering, gathering and sending (or writing) weights
     save_s                     of it: what checkpoints took of the trainer's time
     data_s                     of it: reading the step file
-    forward_backward_s, optimizer_s  of it: both passes; the optimizer; each on the slowest rank
+    reference_s, proximal_s    of it: log-probs of the reference; those of the policy of the step before, and its copy
+    forward_backward_s, optimizer_s  of it: both passes, with the wait for other ranks' gradients; the optimizer
     all_tokens, padding        tokens of the step, prompts included; padding as a share of the tokens computed: 0 to 1
     mfu                        model FLOP utilisation of both passes and the optimizer, nothing computed twice counted: 0 to 1
     learning_rate              of this step
@@ -124,6 +125,8 @@ WAIT_S = "train/wait_s"
 SEND_S = "train/send_s"
 SAVE_S = "train/save_s"
 DATA_S = "train/data_s"
+REFERENCE_S = "train/reference_s"
+PROXIMAL_S = "train/proximal_s"
 FORWARD_BACKWARD_S = "train/forward_backward_s"
 OPTIMIZER_S = "train/optimizer_s"
 ALL_TOKENS = "train/all_tokens"

@@ -1,7 +1,7 @@
 """What a step cost: seconds by phase, tokens and padding, model FLOP utilisation, memory."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -38,29 +38,30 @@ def efficiency(
     options: TrainOptions,
     microbatches: Sequence[MicroBatch],
     computed: Sequence[MicroBatch],
-    seconds: dict[str, float],
+    seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """Metrics over all ranks, equal on all of them, of a step that took this rank `seconds` for its `microbatches`; for want of
-    any it `computed` an idle one. A collective of all ranks."""
+    """Metrics over all ranks of a step that took this rank `seconds` (by phase) for its `microbatches`; for want of any it
+    `computed` an idle one. A collective of all ranks."""
     tensor, context = options.tensor_parallel, options.context_parallel
     slots = context * sum(computed_tokens(batch.boundaries, tensor, context) for batch in computed)
     lengths = np.concatenate([np.diff(batch.boundaries).astype(np.int64) for batch in microbatches] or [np.zeros(0, np.int64)])
     on_device = device.device()
     flops_here = step_flops(config, lengths, frozen=options.lora_rank > 0)
     sums = torch.tensor([lengths.sum(), slots, flops_here], dtype=torch.float64, device=on_device)
-    maxima = torch.tensor([*seconds.values(), device.take_peak_memory_bytes()], dtype=torch.float64, device=on_device)
+    memory = torch.tensor(device.take_peak_memory_bytes(), dtype=torch.float64, device=on_device)
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     tokens, slots_of_all, flops = sums.tolist()
-    *slowest, memory = maxima.tolist()
     found = {
         names.ALL_TOKENS: tokens,
         names.PADDING: 1 - tokens / slots_of_all,
-        names.PEAK_MEMORY_BYTES: memory,
-        **dict(zip(seconds, slowest, strict=True)),
+        names.PEAK_MEMORY_BYTES: memory.item(),
     }
     peak = _peak_flops(options)
-    return found | {names.MFU: flops / (peak * dist.get_world_size() * sum(slowest))} if peak else found
+    if peak:
+        busy_s = seconds[names.FORWARD_BACKWARD_S] + seconds[names.OPTIMIZER_S]
+        found[names.MFU] = flops / (peak * dist.get_world_size() * busy_s)
+    return found
 
 
 def _peak_flops(options: TrainOptions) -> float | None:

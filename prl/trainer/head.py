@@ -100,6 +100,7 @@ class _LogprobsAndEntropies(torch.autograd.Function):
             log_z[rows] = x.amax(-1) - p.amax(-1).log()
             entropies[rows] = log_z[rows] - p.mul_(x).sum(-1)
             chosen[rows] = x.gather(-1, local[rows, None]).squeeze(-1).to(dtype)
+            del x, p  # or they would be there until the next chunk has its own
 
         # The parts together: Z = sum of their Z;  H = sum over them of Z_i / Z (H_i - log (Z_i / Z)).
         reference = log_z.clone()
@@ -140,9 +141,11 @@ class _LogprobsAndEntropies(torch.autograd.Function):
             exact = p.gather(-1, target) * factor.gather(-1, target) + of_targets[rows, None]
             of_logits = torch.mul(p, factor, out=p if p.dtype == weight.dtype else torch.empty_like(p, dtype=weight.dtype))
             of_logits.scatter_(-1, target, exact.to(weight.dtype))
+            del x, logp, p, factor
             of_hidden[rows] = of_logits @ weight
             if of_weight is not None:
                 device.add_product(of_weight[: ctx.columns], of_logits.t(), hidden[rows])
+            del of_logits
         if of_weight is None:
             return of_hidden, None, None, None
         if of_weight is getattr(ctx.weight, "main_grad", None):

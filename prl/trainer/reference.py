@@ -1,7 +1,6 @@
 """Copies of the model without gradients and optimizer: the reference of the KL term, which is the run's initial policy, and the
 proximal policy of decoupled PPO, which is that of the step before."""
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,7 +28,6 @@ class FrozenPolicy:
     config: ModelConfig
     options: TrainOptions
     chunks: list[torch.nn.Module]
-    spent_s: float = 0.0  # computing log-probs, so far
 
     @property
     def gpts(self) -> list[GPTModel]:
@@ -39,12 +37,7 @@ class FrozenPolicy:
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """log p(targets) [T] of this policy for each micro-batch, on the last pipeline stage; nothing on the others. A
         collective of all ranks that share the model."""
-        torch.cuda.synchronize()
-        started = time.monotonic()
-        found = run_schedule(self.chunks, batches, self._forward_step, forward_only=True)
-        torch.cuda.synchronize()
-        self.spent_s += time.monotonic() - started
-        return found
+        return run_schedule(self.chunks, batches, self._forward_step, forward_only=True)
 
     def _forward_step(self, batches: Iterator[tuple[int, Batch]], model: torch.nn.Module) -> tuple[Tensor, LossOf]:
         _, batch = next(batches)

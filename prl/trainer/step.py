@@ -30,28 +30,32 @@ from prl.trainer.value_head import token_values
 def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFacts) -> dict[str, float]:
     """Turn version facts.step - 1 into version facts.step. `microbatches` are this data-parallel rank's, which may be none;
     loss and gradient are the same however the step's micro-batches are made and dealt. Returns the step's metrics over all
-    ranks, equal on all of them (but for train/reference_s and train/proximal_s, which are this rank's).
+    ranks, equal on all of them but for the seconds, and what follows from them, which are by this rank's clock.
 
     Where the gradient is not finite the step is skipped: it makes a version with the weights of the one before.
 
     Raises ValueError where the options ask for what the micro-batches lack.
     """
     reference, proximal = engine.reference, engine.proximal
-    frozen = {name: policy for name, policy in (("reference", reference), ("proximal", proximal)) if policy}
-    before_s = {name: policy.spent_s for name, policy in frozen.items()}
+    reference_logprobs = proximal_logprobs = None
     batches, compare = _even(engine, microbatches)
-    reference_logprobs = reference.logprobs(batches) if reference and compare else None
-    proximal_logprobs = proximal.logprobs(batches) if proximal and proximal.known else None
-    measures = Measures()
-    for chunk in engine.chunks:
-        chunk.zero_grad_buffer()
-    engine.optimizer.zero_grad()
     watch = Stopwatch()
+    if reference and compare:
+        with watch.phase(names.REFERENCE_S):
+            reference_logprobs = reference.logprobs(batches)
+    if proximal and proximal.known:
+        with watch.phase(names.PROXIMAL_S):
+            proximal_logprobs = proximal.logprobs(batches)
+    measures = Measures()
     with watch.phase(names.FORWARD_BACKWARD_S):
+        for chunk in engine.chunks:
+            chunk.zero_grad_buffer()
+        engine.optimizer.zero_grad()
         forward_step = _forward_step(engine, facts, len(batches), measures, reference_logprobs, proximal_logprobs)
         run_schedule(engine.chunks, batches, forward_step)
     if proximal:
-        proximal.take(engine.chunks)
+        with watch.phase(names.PROXIMAL_S):
+            proximal.take(engine.chunks)
     with watch.phase(names.OPTIMIZER_S):
         norm, changed = optimizer_step(engine, facts.step)
     return {
@@ -60,7 +64,7 @@ def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFa
         names.LEARNING_RATE: learning_rate(engine.options, facts.step),
         **_measured(measures),
         **efficiency(engine.config, engine.options, microbatches, batches, watch.seconds),
-        **{f"train/{name}_s": policy.spent_s - before_s[name] for name, policy in frozen.items()},
+        **watch.seconds,
     }
 
 

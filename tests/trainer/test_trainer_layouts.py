@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from layouts_worker import LAYOUTS, MODELS, OPTIONS
 from ranks import Results, run_ranks
+from trainer_data import LENGTHS
 
 from prl.config.layout import layout_problems
 from prl.config.memory import rank_memory
+from prl.trainer.flops import step_flops
 
 WORKER = Path(__file__).with_name("layouts_worker.py")
 ALL = [
@@ -65,6 +67,35 @@ def test_steps_are_those_of_one_rank(results, ranks, model, name):
     own = {"values": ("value_mean", "explained_variance"), "sequences": ("mask_fraction",)}
     for key in (*compared, *own.get(model, ())):
         np.testing.assert_allclose(found[f"1:train/{key}"], measured[key], rtol=1e-4, atol=1e-7, err_msg=key)
+
+
+@pytest.mark.parametrize(("ranks", "model", "name"), ALL)
+def test_tokens_and_utilisation_are_of_the_whole_step_however_ranks_share_it(results, ranks, model, name):
+    found = parts(results[ranks, f"{model}_{name}"], "1:train/")
+    assert found["all_tokens"] == sum(map(sum, LENGTHS)) == 73
+    flops = step_flops(MODELS[model], np.concatenate([np.array(lengths) for lengths in LENGTHS]))
+    assert found["mfu"] == pytest.approx(flops / (ranks * 1e12 * (found["forward_backward_s"] + found["optimizer_s"])))
+    assert 0 <= found["padding"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "slots"),
+    [
+        (1, "one", 73),
+        (2, "data", 73),
+        (2, "data_idle", 74),  # a token for the rank that has nothing
+        (2, "stages", 73),
+        (2, "tensor", 74),  # one of three micro-batches has an odd number of tokens
+        (2, "sequence", 74),
+        (2, "turns", 74),  # as many micro-batches as stages at a time: a fourth one, of one token
+        (2, "context", 84),  # each sequence is filled up to a multiple of 4
+        pytest.param(4, "sequence_context", 84, marks=pytest.mark.slow),
+        pytest.param(4, "context_data_shared", 84, marks=pytest.mark.slow),
+        pytest.param(4, "turns_data", 74, marks=pytest.mark.slow),  # so too with two of the three on one data-parallel rank
+    ],
+)
+def test_padding_is_what_is_computed_beyond_the_tokens(results, ranks, name, slots):
+    assert results[ranks, f"tied_{name}"]["1:train/padding"] == pytest.approx(1 - 73 / slots, abs=1e-12)
 
 
 def test_some_sequences_are_clipped_and_some_masked(results):
@@ -141,6 +172,24 @@ def test_ranks_hold_what_was_estimated(results, ranks, model, name):
         whole = [rank_memory(MODELS[model], options, ranks, 64, int(stage)).optimizer for stage in found["stage"]]
         assert found["optimizer"].sum() == pytest.approx(sum(whole), rel=0.02)
         assert found["optimizer"].max() < 1.35 * max(whole)
+
+
+@pytest.mark.parametrize("model", ["tied", "routed"])
+def test_full_recomputation_keeps_the_inputs_of_layers_alone(results, model):
+    """And what the last norm takes and makes, all of 96 tokens of width 32."""
+    found, whole = (int(results[1, f"{model}_{name}"]["kept_bytes"]) for name in ("one_recomputed", "one"))
+    inputs = (MODELS[model].layers + 2) * 96 * 32 * 4
+    assert inputs <= found < 1.02 * inputs
+    assert found < whole / 4
+
+
+@pytest.mark.parametrize("model", ["untied", "experts"])
+def test_selective_recomputation_keeps_nothing_of_feed_forward_layers_but_their_inputs(results, model):
+    found, whole = (int(results[1, f"{model}_{name}"]["kept_bytes"]) for name in ("one_recomputed", "one"))
+    model = MODELS[model]
+    width = model.experts_per_token * model.expert_ffn_size if model.experts else model.ffn_size
+    assert whole - found >= model.layers * 96 * 4 * width * 4  # both factors of the gated product, and what it is made of
+    assert found < whole
 
 
 def test_activations_are_near_the_estimate(results):

@@ -18,6 +18,7 @@ from prl.trainer.options import TrainOptions
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 SCHEDULE = {"learning_rate": 1e-2, "warmup_steps": 2, "weight_decay": 0.2, "clip_grad": 0.05, "epsilon": 1e-4}
+DECAY = {"learning_rate": 0.1, "weight_decay": 0.5, "entropy_coefficient": 0.0, "kl_coefficient": 0.0}
 OPTIONS = TrainOptions(learning_rate=1e-3, clip_grad=1e6, entropy_coefficient=0.01, kl_coefficient=0.1, weight_decay=0.01)
 
 
@@ -25,6 +26,7 @@ def main(folder: Path) -> None:
     from prl.trainer import device
 
     device.install(1)
+    import output_layer
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -258,6 +260,16 @@ def main(folder: Path) -> None:
         slots = buckets(boundaries, torch.device("cpu")).token_of_slot.numel()
         report("attention", {"differences": np.array([float(x) for x in differences]), "slots": np.array(slots)})
 
+    def decay(options: TrainOptions, name: str = "decay") -> None:
+        """Weights before and after a step without any gradient, whose length is the rate times the decay."""
+        engine = engine_of("qwen2", replace(options, **DECAY))
+        start = arrays(export_weights(engine.chunks, engine.config))
+        batches = [replace(batch, advantages=np.zeros_like(batch.advantages)) for batch in microbatches()]
+        metrics = train_step(engine, batches, facts(1))
+        assert metrics["train/grad_norm"] == 0
+        end = arrays(export_weights(engine.chunks, engine.config))
+        report(name, {f"start:{key}": x for key, x in start.items()} | {f"end:{key}": x for key, x in end.items()})
+
     def half_precision() -> None:
         engine = engine_of("qwen3", replace(tensor_parallel, dtype="bfloat16"))
         metrics = train_step(engine, microbatches(), facts(1))
@@ -286,6 +298,9 @@ def main(folder: Path) -> None:
     drawn()
     checkpoints()
     head_values()
+    report("head_memory", output_layer.memory(tensor_parallel))
+    report("head_digits", output_layer.digits(engine_of, tensor_parallel))
+    decay(tensor_parallel)
     half_precision()
     steps_of("step_scheduled", replace(tensor_parallel, **SCHEDULE), microbatches)
     if ranks == 1:
@@ -297,8 +312,9 @@ def main(folder: Path) -> None:
         assert told == {"ä": [1, None], "b": 2.5}
         parallel_state.destroy_model_parallel()
         start_groups(OPTIONS, timeout_s=60.0)  # the same two ranks as data parallelism
-        steps_of("step_two_data_ranks", OPTIONS, microbatches, 3)
-        steps_of("step_one_rank_idle", OPTIONS, lambda: [merged(microbatches())], 1)
+        decay(replace(OPTIONS, distributed_optimizer=True), "decay_shared")
+        steps_of("step_two_data_ranks", replace(OPTIONS, peak_tflops=2.0), microbatches, 3)
+        steps_of("step_one_rank_idle", replace(OPTIONS, peak_tflops=2.0), lambda: [merged(microbatches())], 1)
         steps_of("step_reference_one_rank_idle", replace(OPTIONS, reference="initial"), lambda: [merged(bare)])
     stop_groups()
 
