@@ -20,12 +20,17 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--exclude", metavar="NODES", help="nodes that Slurm is not to give, e.g. n3,n7 (cluster.sbatch.exclude)"
     )
+    group.add_argument(
+        "--chain",
+        type=int,
+        metavar="N",
+        help="submit N jobs in all: each goes on with the run where the one before it had to leave (cluster.chain)",
+    )
 
 
 def with_cluster_arguments(config: Config, options: argparse.Namespace) -> Config:
-    """The configuration with what the command line says. A number of nodes there asks for Slurm, whatever this machine has.
-    Raises ConfigError."""
-    given = {key: getattr(options, key) for key in ("nodes", "account", "partition", "qos")}
+    """The configuration with what the command line says. Raises ConfigError."""
+    given = {key: getattr(options, key) for key in ("nodes", "account", "partition", "qos", "chain")}
     given["train_nodes"] = options.trainer_nodes
     if options.time is not None:
         try:
@@ -37,8 +42,7 @@ def with_cluster_arguments(config: Config, options: argparse.Namespace) -> Confi
     config = replace(config, cluster={key: value for key, value in given.items() if value is not None})
     if options.exclude is not None:
         config = replace(config, cluster={"sbatch": {**config.cluster.sbatch, "exclude": options.exclude}})
-    if options.nodes == 1:
-        return replace(config, cluster={"mode": "plain"})
-    if options.nodes is not None and config.cluster.mode in ("auto", "local"):
-        return replace(config, cluster={"mode": "het"})
+    mode = config.cluster.mode
+    if options.nodes is not None and (mode == "local" or (mode == "het" and options.nodes == 1)):
+        return replace(config, cluster={"mode": "auto"})  # by their number, which a resume may change
     return config

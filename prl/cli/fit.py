@@ -23,6 +23,8 @@ from prl.config.model_checks import model_of
 from prl.config.schema import Config
 from prl.runfolder.paths import RunFolder
 
+JOB_BEFORE = "JOB"  # stands for the id of a job that was not sent
+
 
 def show_plan(config: Config, split: Split, folder: RunFolder, attempt: int) -> None:
     """Print the split, the memory that it takes, and the batch script."""
@@ -36,10 +38,16 @@ def show_plan(config: Config, split: Split, folder: RunFolder, attempt: int) -> 
     if model is not None and not config.run.replay:
         print(describe_weights(model, config))
     if split.kind != "local":
-        gpus, time_min = config.cluster.gpus_per_node, config.cluster.time_min
+        gpus, time_min, chain = config.cluster.gpus_per_node, config.cluster.time_min, config.cluster.chain
         used, unit = split.nodes * (gpus or 1) * time_min / 60, "GPU-hours" if gpus else "node-hours"
-        print(f"  at the time limit of {time_min} minutes it has used {used:g} {unit}")
+        print(f"  at the time limit of {time_min} minutes it has used {used:g} {unit}", end="")
+        print(f", and {used * chain:g} at that of all {chain} jobs of the chain" if chain > 1 else "")
         print(f"\nbatch script:\n{render(config, split, folder, attempt)}")
+        if chain > 1:
+            print(
+                f"batch script of job 2{f' to {chain}' * (chain > 2)} of the chain, with the id of the one before it for "
+                f"{JOB_BEFORE}:\n{render(config, split, folder, attempt, after=JOB_BEFORE)}"
+            )
 
 
 def check_memory(config: Config, split: Split) -> None:

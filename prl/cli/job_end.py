@@ -1,13 +1,12 @@
 """A job from its start to its end: progress, the cause of its end, and what to do next."""
 
 import shlex
-from dataclasses import replace
 
 from prl.cli import console
 from prl.cli.ending import explain, full_filesystem
 from prl.cli.progress import follow
-from prl.cluster.claims import read_record
-from prl.cluster.submission import Submission
+from prl.cluster.record import read_record
+from prl.cluster.submission import Submission, reopen
 from prl.config.schema import Config
 from prl.runfolder.logs import log_end
 from prl.runfolder.outcome import Outcome, read_outcome
@@ -17,26 +16,42 @@ FAILED = 1
 KILLED = "the job's first process was killed before it could say why"
 NOT_BEGUN = "the job ended before its first process began"
 BATCH_LINES = 5  # of what a batch script said
+CHAIN_LOOK_S = 1.0  # between two looks for the next attempt
 
 
 def follow_job(job: Submission, config: Config) -> int:
-    """Show progress to the end, also of the attempts that the job begins after Slurm has put it into the queue again; the run's
-    exit code."""
-    outcome = follow(job.run, job.attempt, config, lambda wait_s: job.ended(wait_s) or _was_requeued(job))
-    if _was_requeued(job):
-        how = "ended without a word" if outcome is None else f"{outcome.outcome}: {console.printable(outcome.cause)}"
-        print(f"attempt {job.attempt} {how}; job {job.job_id} goes on as attempt {job.attempt + 1}", flush=True)
-        return follow_job(replace(job, attempt=job.attempt + 1), config)
+    """Show progress to the end, also of the attempts that the job begins once Slurm has put it into the queue again, or another
+    job of its chain; the run's exit code."""
+    outcome = follow(job.run, job.attempt, config, lambda wait_s: job.ended(wait_s) or _begun_after(job) is not None)
+    how = "ended without a word" if outcome is None else f"{outcome.outcome}: {console.printable(outcome.cause)}"
+    later = _begun_after(job)
+    if later is None and job.followers and (outcome is None or outcome.next == "chain"):
+        print(f"attempt {job.attempt} {how}; waiting for the next job of the chain", flush=True)
+        later = _wait_for_chain(job)
+    if later is not None:
+        print(f"attempt {job.attempt} {how}; job {later.job_id} goes on as attempt {later.attempt}", flush=True)
+        return follow_job(later, config)
     left = job.end_rest(config.control.stop_s)  # a killed job leaves processes behind
     if left:
         console.tell(f"{KILLED}; it left {left} processes, which were ended")
     return report_end(job, outcome or read_outcome(job.run.exit(job.attempt)))
 
 
-def _was_requeued(job: Submission) -> bool:
-    """Whether the same job has begun the next attempt."""
+def _begun_after(job: Submission) -> Submission | None:
+    """The next attempt, where the same job or another one of its chain has begun it."""
     later = job.attempt + 1
-    return job.run.submission(later).exists() and read_record(job.run, later).job_id == job.job_id
+    if not job.run.submission(later).exists() or read_record(job.run, later).job_id not in (job.job_id, *job.followers):
+        return None
+    return reopen(job.run, later)
+
+
+def _wait_for_chain(job: Submission) -> Submission | None:
+    """The next attempt, once one of the jobs behind this one has begun it; None where they all have ended without."""
+    for waiting in job.behind():
+        while not waiting.ended(CHAIN_LOOK_S):
+            if (later := _begun_after(job)) is not None:
+                return later
+    return _begun_after(job)
 
 
 def report_end(job: Submission, outcome: Outcome | None) -> int:
@@ -78,12 +93,21 @@ def tell_how_to_go_on(run: RunFolder) -> None:
 
 
 def tell_next_steps(job: Submission) -> None:
-    """How a Slurm job is looked at and ended from now on."""
-    run, logs, stop = (shlex.quote(str(path)) for path in (job.run, job.run.logs(job.attempt), job.run.stop))
-    print(f"job {job.job_id} submitted; what to do next:")
+    """How a Slurm job is looked at, saved and ended from now on."""
+    run, logs = shlex.quote(str(job.run)), shlex.quote(str(job.run.logs(job.attempt)))
+    behind = f", and behind it in its chain job {' '.join(job.followers)}" if job.followers else ""
+    print(f"job {job.job_id} submitted{behind}; what to do next:")
     print(f"  prl-submit --status {run}            is it running?")
     print(f"  prl-submit --status {run} --follow   its progress, to its end")
     print(f"  prl-report {run}                     how does it learn?")
     print(f"  tail -F {logs}/*.log")
-    print(f"  touch {stop}   end after the step in hand, with a checkpoint")
-    print(f"  prl-submit --cancel {run}            end at once", flush=True)
+    print("\n".join(how_to_end(job.run)), flush=True)
+
+
+def how_to_end(run: RunFolder) -> list[str]:
+    """Lines that say how a run is saved and ended from outside."""
+    return [
+        f"  touch {shlex.quote(str(run.save))}   save the step in hand, and go on",
+        f"  touch {shlex.quote(str(run.stop))}   end after the step in hand, with a checkpoint",
+        f"  prl-submit --cancel {shlex.quote(str(run))}            end at once",
+    ]

@@ -2,15 +2,16 @@
 
 import os
 import shlex
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from prl.cli import console
 from prl.cli.interrupts import Cancelled
-from prl.cli.job_end import follow_job
-from prl.cluster.claims import Record, read_record
+from prl.cli.job_end import follow_job, how_to_end
 from prl.cluster.processes import end_processes, first_processes, processes_of
-from prl.cluster.slurm import job_rows
+from prl.cluster.record import Record, read_record
+from prl.cluster.slurm import job_rows, jobs_in_queue
 from prl.cluster.slurm_output import WAITING, JobRow, fold_states, has_ended
 from prl.cluster.submission import reopen
 from prl.config.load import ConfigError, load
@@ -37,6 +38,8 @@ def show_status(path: str, *, follow: bool) -> int:
         print(f"  {_component(record, row)}{_words(row)}")
     if not rows or has_ended(fold_states([row.state for row in rows])):
         print(f"  {_end(run, attempt, record)}", flush=True)
+    for job_id in record.followers:
+        print(f"  behind it in the chain: job {job_id} {_words_of(job_rows(job_id))}", flush=True)
     if not follow:
         return 0
     job = reopen(run, attempt)
@@ -47,8 +50,9 @@ def show_status(path: str, *, follow: bool) -> int:
 
 
 def cancel(path: str) -> int:
-    """End the job of a run's latest attempt: of a heterogeneous job the leader, with which all components end (Slurm lets one
-    component alone be cancelled, and the step over all of them goes on without it). Raises ConfigError and ProgramError."""
+    """End the job of a run's latest attempt, and those behind it in its chain: of a heterogeneous job the leader, with which
+    all components end (Slurm lets one component alone be cancelled, and the step over all of them goes on without it). Raises
+    ConfigError and ProgramError."""
     run, attempt, record = _latest(path)
     if record.kind == "local":
         if record.host != os.uname().nodename:
@@ -56,24 +60,22 @@ def cancel(path: str) -> int:
         ended = end_processes(run, attempt, load(run.config).control.stop_s)
         print(f"attempt {attempt}: {f'{ended} processes were ended' if ended else 'nothing of it runs here'}")
         return 0
-    states = [row.state for row in job_rows(record.job_id)]
-    if not states or has_ended(fold_states(states)):
+    left = jobs_in_queue([record.job_id, *record.followers])
+    if not left:
         print(f"{_job(record)} has ended: {_end(run, attempt, record)}")
         return 0
     reopen(run, attempt).cancel(0)
-    print(f"{_job(record)} of attempt {attempt} is cancelled; see prl-submit --status {shlex.quote(str(run))}")
+    was = "is cancelled" if record.job_id in left else "had ended"
+    behind = " ".join(job_id for job_id in left if job_id != record.job_id)
+    chain = f", and job {behind} behind it in its chain is cancelled" if behind else ""
+    print(f"{_job(record)} of attempt {attempt} {was}{chain}; see prl-submit --status {shlex.quote(str(run))}")
     return 0
 
 
 def leave_running(run: RunFolder, reason: Cancelled) -> int:
-    """Say that the job goes on, and how to follow, stop or end it."""
-    quoted, stop = shlex.quote(str(run)), shlex.quote(str(run.stop))
-    console.tell(
-        f"\n{reason}: the job goes on\n"
-        f"  prl-submit --status {quoted} --follow   follow it again\n"
-        f"  touch {stop}   end after the step in hand, with a checkpoint\n"
-        f"  prl-submit --cancel {quoted}            end at once"
-    )
+    """Say that the job goes on, and how to follow, save or end it."""
+    console.tell(f"\n{reason}: the job goes on\n  prl-submit --status {shlex.quote(str(run))} --follow   follow it again")
+    console.tell("\n".join(how_to_end(run)))
     return LEFT
 
 
@@ -90,7 +92,17 @@ def _latest(path: str) -> tuple[RunFolder, int, Record]:
 
 
 def _job(record: Record) -> str:
-    return f"process {record.job_id} on {record.host}" if record.kind == "local" else f"job {record.job_id}"
+    if record.kind == "local":
+        return f"process {record.job_id} on {record.host}"
+    return f"job {record.job_id}" + (f" of cluster {record.cluster}" if record.cluster else "")
+
+
+def _words_of(rows: Sequence[JobRow]) -> str:
+    """Of all components of a job as one."""
+    if not rows:
+        return "is not known to Slurm any more"
+    state = fold_states([row.state for row in rows])
+    return _words(next(row for row in rows if row.state == state))
 
 
 def _component(record: Record, row: JobRow) -> str:

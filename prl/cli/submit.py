@@ -2,6 +2,8 @@
 
 prl-submit configs/quickstart.yaml               this machine, with live progress
 prl-submit configs/quickstart.yaml --nodes 3     one heterogeneous Slurm job; with --follow its progress, too
+prl-submit configs/quickstart.yaml --nodes 3 --chain 4
+                                                 four of them, each going on where the time limit of the one before it was near
 prl-submit configs/qwen7b.yaml --test-only       when Slurm would start it
 prl-submit --status runs/quickstart              what its job is doing; --cancel ends it
 prl-submit --resume runs/quickstart              go on from the latest checkpoint
@@ -37,6 +39,7 @@ from prl.config.schema import Config
 from prl.control.ports import free_port
 from prl.runfolder.outcome import OutcomeError
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.sharing import file_modes
 
 BAD_INPUT = 2
 CANCELLED = 130
@@ -89,7 +92,7 @@ def _main(options: argparse.Namespace, interrupts: Interrupts) -> int:
 def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
     config, folder, attempt = read_config(options)
     check_numbers(config)
-    config = _settled(config)
+    config = _settled(config, insists=options.nodes is not None)
     split = make_split(config)
     problems = [*request_problems(config, split)]
     if problems:
@@ -106,7 +109,8 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
         show_expected(config, split, folder, attempt)
         return 0
     print(f"run {config.run.name} in {folder}\n{split.describe()}", flush=True)  # as long as nothing is there to be undone
-    return _submit(config, split, folder, attempt, options, interrupts)
+    with file_modes(config.run.share):
+        return _submit(config, split, folder, attempt, options, interrupts)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -152,13 +156,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settled(config: Config) -> Config:
-    """Where it is run, told where that is not what the configuration says."""
-    settled = settle_mode(config, has_sbatch=shutil.which("sbatch") is not None)
+def _settled(config: Config, *, insists: bool) -> Config:
+    """Where it is run, told where that is not what the configuration says. Who `insists` on Slurm is not given this machine."""
+    settled = settle_mode(config, has_sbatch=insists or shutil.which("sbatch") is not None)
     if config.cluster.mode == "auto" and settled != config:
         console.tell(
             f"prl-submit: warning: cluster.nodes = {config.cluster.nodes}: there is no sbatch here, so that the run uses this "
-            f"machine alone; cluster.mode: het or plain insists on Slurm"
+            f"machine alone; --nodes N, or cluster.mode: het or plain, insists on Slurm"
         )
     return settled
 
@@ -199,7 +203,7 @@ def _submit(
         resume = options.resume is not None
         with interrupts.held(), undone_on_error(config, folder, attempt, resume=resume):
             interrupts.check()
-            job = submission.submit(config, split, folder, attempt, run_node, str(folder), attempt)
+            job = submission.submit(config, split, folder, attempt, run_node, str(folder))
         interrupts.check()
         _record_start(config, folder, attempt)
         if job.kind != "local":
@@ -220,7 +224,8 @@ def _submit(
         return CANCELLED
     except BaseException as error:
         if job is not None and job.kind != "local":
-            console.tell(f"prl-submit: job {job.job_id} was submitted and is left as it is; its run is {job.run}")
+            jobs = " ".join((job.job_id, *job.followers))
+            console.tell(f"prl-submit: job {jobs} was submitted and is left as it is; its run is {job.run}")
         elif job is not None:  # nobody is left who could end it
             job.cancel(config.control.stop_s)
             explain(job, FAILED, f"prl-submit could not go on ({type(error).__name__}: {error}) and ended the run")

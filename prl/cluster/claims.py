@@ -8,18 +8,17 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from prl.cluster.processes import attempt_of, first_processes, processes_of
+from prl.cluster.record import read_record
 from prl.cluster.run import ProgramError
 from prl.cluster.script import submitit_folder, template_folder
-from prl.cluster.slurm import job_state
+from prl.cluster.slurm import job_state, jobs_in_queue
 from prl.cluster.slurm_output import has_ended
-from prl.cluster.split import Kind
 from prl.config.load import ConfigError, dump
 from prl.config.plain_files import read_plain
 from prl.config.schema import Config
@@ -27,6 +26,7 @@ from prl.control.token import create_token
 from prl.runfolder.model import write_model_folder
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish, publish_json
+from prl.runfolder.sharing import let_in
 from prl.runfolder.snapshot import snapshot_code
 
 OTHER_HOST_SILENT_S = 120.0  # a run on another machine whose metrics are younger than this goes on there
@@ -34,18 +34,6 @@ OTHER_HOST_SILENT_S = 120.0  # a run on another machine whose metrics are younge
 
 class SubmissionError(Exception):
     """The job could not be submitted, or Slurm has not answered for too long; the message carries what it said."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """An attempt's submission.json: the job that was started for it."""
-
-    kind: Kind
-    job_id: str  # Slurm's (of component 0), or the process id of a local job
-    tasks: int  # one a node
-    host: str  # where prl-submit ran
-    submitted: float  # seconds since the epoch
-    folder: Path  # submitit's; that of the attempt with which the job began
 
 
 def next_attempt(folder: RunFolder) -> int:
@@ -73,6 +61,8 @@ def undone_on_error(config: Config, folder: RunFolder, attempt: int, *, resume: 
             create_token(folder.token)
             write_model_folder(config.model, folder.model)
         _fill_attempt(config, folder, attempt)
+        if not resume:
+            let_in(config.run.share, folder)
         yield
     except BaseException:
         if not resume:
@@ -81,7 +71,7 @@ def undone_on_error(config: Config, folder: RunFolder, attempt: int, *, resume: 
         if read_plain(folder.config) != before:
             publish(folder.config, before)
         if latest is not None:
-            _point_latest(folder, latest)
+            point_latest(folder, latest)
         shutil.rmtree(folder.attempt(attempt), ignore_errors=True)  # last: with it ends the claim
         raise
 
@@ -118,26 +108,15 @@ def _fill_attempt(config: Config, folder: RunFolder, attempt: int) -> None:
     text = dump(config).encode()
     publish(folder.config, text)
     publish(folder.attempt_config(attempt), text)
-    _write_canary(folder, attempt)
+    write_canary(folder, attempt)
     for request in (folder.stop, folder.save):
         request.unlink(missing_ok=True)  # meant for an attempt before this one
-    _point_latest(folder, Path(folder.attempt(attempt).name))
+    point_latest(folder, Path(folder.attempt(attempt).name))
 
 
-def _write_canary(folder: RunFolder, attempt: int) -> None:
+def write_canary(folder: RunFolder, attempt: int) -> None:
     """What the preflight looks for on every node; never the same twice, so that no older one is taken for it."""
     publish(folder.canary(attempt), secrets.token_hex(16).encode())
-
-
-def begin_requeued(folder: RunFolder, attempt: int, restarts: int) -> None:
-    """A job that Slurm has put into the queue again, for the `restarts`-th time, begins this attempt by itself: write what a
-    submission writes of one."""
-    own, first = folder.attempt(attempt), attempt - restarts
-    own.mkdir(exist_ok=True)
-    publish(folder.attempt_config(attempt), read_plain(folder.attempt_config(first)))
-    publish(folder.submission(attempt), read_plain(folder.submission(first)))
-    _write_canary(folder, attempt)
-    _point_latest(folder, Path(own.name))
 
 
 def check_not_running(folder: RunFolder, *, host_is_gone: bool = False) -> None:
@@ -161,13 +140,16 @@ def check_not_running(folder: RunFolder, *, host_is_gone: bool = False) -> None:
             _check_other_host(folder, attempt, job.host, host_is_gone)
         return
     try:
-        state = job_state(job.job_id)
+        state, behind = job_state(job.job_id), jobs_in_queue(job.followers)
     except ProgramError as error:
         raise ConfigError(f"{folder}: cannot tell whether its job {job.job_id} still runs: {error}") from None
+    end_it = f"end it first: prl-submit --cancel {shlex.quote(str(folder))}"
     if state is not None and not has_ended(state):
+        raise ConfigError(f"{folder}: job {job.job_id} of attempt {attempt} is {state}; {end_it}")
+    if behind:
         raise ConfigError(
-            f"{folder}: job {job.job_id} of attempt {attempt} is {state}; end it first: prl-submit --cancel "
-            f"{shlex.quote(str(folder))}"
+            f"{folder}: job {behind[0]} of the chain behind attempt {attempt} is still in the queue, to go on with the run by "
+            f"itself, or to leave where that has ended; wait for it, or {end_it}"
         )
 
 
@@ -219,21 +201,6 @@ def _lives(pid: int, created: float) -> bool:
         return False
 
 
-def read_record(folder: RunFolder, attempt: int) -> Record:
-    """The record of an attempt's job. Raises ConfigError where there is none."""
-    path = folder.submission(attempt)
-    try:
-        facts = json.loads(read_plain(path))
-        nodes = [int(number) for number in facts["nodes"]]
-        job_id, host, submitted = str(facts["job_id"]), str(facts["host"]), float(facts["submitted"])
-        return Record(facts["kind"], job_id, sum(nodes), host, submitted, Path(facts["folder"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: no record of a submission ({type(error).__name__}: {error}), so that nobody can tell whether that job "
-            f"still runs; see that it has ended, then remove the file"
-        ) from None
-
-
 def _empty(folder: Path, *, remove: bool) -> None:
     """Remove what a submission made in a folder that was empty, or not there."""
     if remove:
@@ -246,7 +213,8 @@ def _empty(folder: Path, *, remove: bool) -> None:
             path.unlink(missing_ok=True)
 
 
-def _point_latest(folder: RunFolder, target: Path) -> None:
+def point_latest(folder: RunFolder, target: Path) -> None:
+    """Have `latest` name an attempt's folder."""
     new = folder.path / ".latest"
     new.unlink(missing_ok=True)
     new.symlink_to(target)

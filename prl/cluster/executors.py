@@ -100,8 +100,10 @@ class ScriptExecutor(slurm.SlurmExecutor):  # type: ignore[misc]
     def _submit_command(self, command: str) -> SlurmJob:
         """Raises ProgramError; submitit itself would wait for sbatch without end, and take any error for no job."""
         try:
-            # sbatch hands its variables on to the job, which is to have the user's.
-            sent = run(["sbatch", str(self._script)], timeout_s=SBATCH_S, environment=os.environ)
+            # sbatch hands its variables on to the job, which is to have the user's, and this process's umask, unless it finds
+            # that of a job around it.
+            environment = {name: value for name, value in os.environ.items() if name != "SLURM_UMASK"}
+            sent = run(["sbatch", str(self._script)], timeout_s=SBATCH_S, environment=environment)
             job_id = parse_submitted(sent.out)
         except ProgramError as error:
             raise ProgramError(f"{error}{_cancel_jobs_of(self._script)}") from error

@@ -89,6 +89,13 @@ class ClusterOptions:
     requeue: Annotated[
         bool, "have Slurm put the job into the queue again after a time limit, a preemption or the loss of a node"
     ] = False
+    chain: Annotated[
+        int,
+        "jobs in all that are submitted at once, each to go on with the run where the one before it has left, for sites that "
+        "put no job into the queue again; those that are left once the run has ended end at once",
+        AtLeast(1),
+        Below(100),
+    ] = 1
     fruitless_attempts: Annotated[
         int, "so many attempts in a row that train no step are not followed by another one", AtLeast(1)
     ] = 2

@@ -4,6 +4,7 @@ import shlex
 import string
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from prl.cluster.fabric import VARIABLES
@@ -55,17 +56,19 @@ def submitit_folder(run: RunFolder, attempt: int) -> Path:
     return run.attempt(attempt) / "submitit"
 
 
-def render(config: Config, split: Split, run: RunFolder, attempt: int) -> str:
-    """The script of a het or plain job, whose step runs `task_command` once on every node."""
+def render(config: Config, split: Split, run: RunFolder, attempt: int, *, after: str | None = None) -> str:
+    """The script of a het or plain job, whose step runs `task_command` once on every node. `after`: the id of the job before it
+    in the chain that begins with the attempt; which one it is itself, it finds out once it starts."""
     cluster = config.cluster
-    environment = task_environment(config, run, attempt)
+    environment = task_environment(config, run, attempt) | ({} if after is None else {"PRL_ATTEMPT": ""})
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items() if name != "PYTHONPATH"]
     exports.append(f'export PYTHONPATH={shlex.quote(environment["PYTHONPATH"])}"${{PYTHONPATH:+:$PYTHONPATH}}"')
     exports.append("export SUBMITIT_EXECUTOR=slurm")
-    asked = [directives(request) for request in requests(config, split)]
+    asked = [directives(request) for request in _requests(config, split, after)]
     values = {
         "name": shlex.quote(config.run.name),
-        "batch_log": shlex.quote(str(run.batch_log(attempt))),  # Slurm makes no folders
+        # Into a folder that is there: Slurm makes none.
+        "batch_log": shlex.quote(str(run.batch_log(attempt) if after is None else run.chain_log(attempt))),
         "warning": f"USR1@{measured_lead_s(cluster, run)}",
         "requeue": "requeue" if cluster.requeue else "no-requeue",
         "setup": "\n".join((*(f"module load {shlex.quote(module)}" for module in cluster.modules), *cluster.setup)),
@@ -73,6 +76,7 @@ def render(config: Config, split: Split, run: RunFolder, attempt: int) -> str:
         "step_options": " ".join(
             _flag(name, value) for name, value in _step_options(config, run).items() if value is not False
         ),
+        "begin": shlex.join([*_python(config, run), "-m", "prl.cluster.begin"]),
         "command": task_command(config, run, attempt),
     }
     if split.kind == "het":
@@ -81,6 +85,17 @@ def render(config: Config, split: Split, run: RunFolder, attempt: int) -> str:
         (values["options"],), values["train_nodes"] = asked, str(split.components[0].nodes)
     template = template_folder() / f"{split.kind}.sbatch"
     return _Template(template.read_text()).substitute(values)
+
+
+def _requests(config: Config, split: Split, after: str | None) -> list[Request]:
+    """What the job asks for; of one that follows another, with that for its dependency: however it ended, as another job of the
+    run's name may have nothing to do with it, and the leader alone, with which all components end."""
+    asked = list(requests(config, split))
+    if after is None:
+        return asked
+    own = [{name: value for name, value in request.options.items() if name != "dependency"} for request in asked]
+    own[0]["dependency"] = f"afterany:{after}"
+    return [replace(request, options=options) for request, options in zip(asked, own, strict=True)]
 
 
 def directives(request: Request) -> str:
@@ -103,14 +118,18 @@ def _step_options(config: Config, run: RunFolder) -> dict[str, Value]:
 def task_command(config: Config, run: RunFolder, attempt: int) -> str:
     """What every node runs: submitit's entry, which loads the function pickled for the attempt and stores what becomes of
     it, in a container where there is one."""
+    return shlex.join([*_python(config, run), *_ENTRY, str(submitit_folder(run, attempt))])
+
+
+def _python(config: Config, run: RunFolder) -> list[str]:
+    """What begins a command that runs the nodes' Python, in apptainer's container where it is one (pyxis's is srun's own)."""
     cluster, around = config.cluster, list[str]()
     if cluster.container == "apptainer":
         around = ["apptainer", "exec", *cluster.container_arguments]
         if cluster.gpus_per_node and not {"--nv", "--nvccli", "--rocm"} & set(around):
             around.append("--nv")
         around += ["--bind", ",".join(_mounts(config, run)), str(cluster.container_image)]
-    python = cluster.python or (sys.executable if cluster.container == "none" else "python3")
-    return shlex.join([*around, python, *_ENTRY, str(submitit_folder(run, attempt))])
+    return [*around, cluster.python or (sys.executable if cluster.container == "none" else "python3")]
 
 
 def _mounts(config: Config, run: RunFolder) -> list[str]:

@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
+from itertools import product
 from typing import Literal, NamedTuple
 
 from prl.cluster.requests import Request
@@ -15,6 +17,7 @@ from prl.cluster.slurm_output import (
     JobRow,
     NodeRow,
     fold_states,
+    has_ended,
     parse_accounting,
     parse_expected,
     parse_nodes,
@@ -24,6 +27,7 @@ from prl.cluster.slurm_output import (
 LIMIT_S = 60.0  # Slurm keeps time limits by the minute
 _FIELD = re.compile(r"(\w+)=(\S*)")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")  # else None, Unknown or N/A
+_CLUSTER = re.compile(r"^ClusterName\s*=\s*(\S+)", re.MULTILINE)
 _ADVICE = {  # what Slurm says: what to do about it
     "Requested operation not supported": "this site starts no heterogeneous jobs: set cluster.mode: plain",
     "Invalid account": "set cluster.account; sacctmgr show associations user=$USER lists yours",
@@ -68,9 +72,7 @@ def check_slurm(requests: Sequence[Request], runner: Runner = run) -> None:
         rows = parse_nodes(runner(["sinfo", "-h", "-N", "-a", "-o", NODE_FORMAT], timeout_s=30.0).out)
     except ProgramError as error:
         raise SlurmError(str(error)) from None
-    fitting: set[str] = set()
-    for request in requests:
-        fitting |= _fitting(request, _of_partition(request, rows))
+    fitting = max((set[str]().union(*chosen) for chosen in product(*(_candidates(r, rows) for r in requests))), key=len)
     if len(fitting) < total:
         names = " and ".join(dict.fromkeys(_place(request) for request in requests))
         raise SlurmError(
@@ -79,13 +81,32 @@ def check_slurm(requests: Sequence[Request], runner: Runner = run) -> None:
         )
 
 
+def _candidates(request: Request, rows: Sequence[NodeRow]) -> list[set[str]]:
+    """The nodes that fit a component, in each of the partitions that it could start in: Slurm chooses one of those that are
+    named. Raises SlurmError where it could start in none, or one is not known."""
+    found, refused = list[set[str]](), list[str]()
+    for one in _by_partition(request):
+        own = _of_partition(one, rows)
+        try:
+            found.append(_fitting(one, own))
+        except SlurmError as error:
+            refused.append(str(error))
+    if not found:
+        raise SlurmError("\n".join(refused))
+    return found
+
+
+def _by_partition(request: Request) -> list[Request]:
+    names = request.partition.split(",")
+    return [replace(request, options={**request.options, "partition": name}) for name in names] if len(names) > 1 else [request]
+
+
 def _of_partition(request: Request, rows: Sequence[NodeRow]) -> list[NodeRow]:
-    """The rows of the partition that a job of these options goes to, or of several, one of which Slurm chooses. Where none is
-    named, all of them: the default partition is not what counts where a site chooses by other options."""
+    """The rows of the partition that a job of these options goes to. Where none is named, all of them: the default partition is
+    not what counts where a site chooses by other options."""
     if not request.partition:
         return list(rows)
-    names = request.partition.split(",")
-    found = [row for row in rows if row.partition in names]
+    found = [row for row in rows if row.partition == request.partition]
     if not found:
         raise SlurmError(
             f"{_partition_key(request)} = {request.partition}: Slurm knows no nodes of it; it has "
@@ -161,6 +182,26 @@ def job_rows(job_id: str, runner: Runner = run) -> list[JobRow]:
             return []
         raise ProgramError(f"sacct: {account.err.strip() or account.out.strip()}")
     return parse_accounting(account.out)
+
+
+def jobs_in_queue(job_ids: Sequence[str], runner: Runner = run) -> list[str]:
+    """Which of these jobs wait or run, in their order. Raises ProgramError where Slurm does not answer."""
+    if not job_ids:
+        return []
+    queue: Output = runner(["squeue", "-h", "-j", ",".join(job_ids), "-o", QUEUE_FORMAT], timeout_s=10.0, check=False)
+    if queue.code != 0 and "Invalid job id" not in queue.err:
+        raise ProgramError(f"squeue: {queue.err.strip() or queue.out.strip()}")
+    found = {row.job_id for row in parse_queue(queue.out) if not has_ended(row.state)}
+    return [job_id for job_id in job_ids if job_id in found]
+
+
+def cluster_name(runner: Runner = run) -> str | None:
+    """The cluster's name in Slurm; None where Slurm does not say it. Nothing depends on it but what people are told."""
+    try:
+        found = _CLUSTER.search(runner(["scontrol", "show", "config"], timeout_s=10.0).out)
+    except ProgramError:
+        return None
+    return found[1] if found else None
 
 
 def why_terminated(job_id: str, now: float, runner: Runner = run) -> Literal["preempted", "time limit", "cancelled"]:

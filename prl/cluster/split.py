@@ -97,8 +97,10 @@ def kind_of(config: Config) -> Kind:
 def settle_mode(config: Config, *, has_sbatch: bool) -> Config:
     """The configuration as it is run here: without nodes where it is run on this machine."""
     cluster = config.cluster
-    if cluster.mode == "local" or (cluster.mode == "auto" and cluster.nodes is not None and not has_sbatch):
-        return replace(config, cluster={"mode": "local", "nodes": None})
+    if cluster.mode == "local":
+        return replace(config, cluster={"nodes": None})
+    if cluster.mode == "auto" and cluster.nodes is not None and not has_sbatch:
+        return replace(config, cluster={"mode": "local", "nodes": None, "chain": 1})
     return config
 
 

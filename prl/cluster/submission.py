@@ -6,22 +6,23 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from submitit.core import core
 
-from prl.cluster.claims import SubmissionError, read_record
+from prl.cluster.claims import SubmissionError
 from prl.cluster.executors import LocalExecutor, ScriptExecutor, SlurmJob, first_error
 from prl.cluster.processes import end_processes
+from prl.cluster.record import Record, read_record
 from prl.cluster.run import ProgramError, run
 from prl.cluster.script import render, submitit_folder, task_environment
-from prl.cluster.slurm import advice, job_state
+from prl.cluster.slurm import advice, cluster_name, job_state
 from prl.cluster.slurm_output import SlurmOutputError, has_ended
 from prl.cluster.split import Kind, Split
 from prl.config.schema import Config
 from prl.runfolder.paths import RunFolder
-from prl.runfolder.publish import publish, publish_json
+from prl.runfolder.publish import publish
 
 SLURM_POLL_S = 5.0  # between two questions about a job's state
 SLURM_SILENCE_S = 600.0  # that Slurm may give no answer (a controller restarts, say) before nobody waits for it any more
@@ -36,6 +37,7 @@ class Submission:
     kind: Kind
     job: core.Job[Any]
     submitted: float  # seconds since the epoch
+    followers: tuple[str, ...] = ()  # ids of the jobs behind it in its chain
     ask: Callable[[str], str | None] = job_state  # Slurm, for a job's state
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
@@ -89,6 +91,13 @@ class Submission:
         tasks = [self.job.task(number) for number in range(self.job.num_tasks)]
         return "COMPLETED" if all(task.paths.result_pickle.exists() for task in tasks) else "KILLED"
 
+    def behind(self) -> "list[Submission]":
+        """The jobs behind it in its chain, each of which may be the one that goes on with the run."""
+        return [
+            replace(self, job=SlurmJob(folder=self.job.paths.folder, job_id=job_id, tasks=range(self.job.num_tasks)))
+            for job_id in self.followers
+        ]
+
     def traceback(self) -> str | None:
         """What the first failed task raised; None where none did, or where the tasks were killed before they could say."""
         return first_error(self.job)
@@ -97,7 +106,8 @@ class Submission:
         """End the job: ask its tasks to stop (SIGTERM), and after `grace_s` seconds kill what is left. Returns when the
         local job is gone; a Slurm job is cancelled and left to Slurm."""
         if self.kind != "local":
-            run(["scancel", self.job_id], timeout_s=30.0)
+            # With all that is behind it, that first: it would begin once this one is gone.
+            run(["scancel", *reversed(self.followers), self.job_id], timeout_s=30.0)
             return
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)  # submitit's controller hands it on to the task
@@ -122,50 +132,50 @@ class Submission:
 def submit(
     config: Config, split: Split, folder: RunFolder, attempt: int, function: Callable[..., Any], *arguments: Any
 ) -> Submission:
-    """Submit `function(*arguments)`, which every node runs once, for an attempt whose folder is there. Records the job in
-    the attempt's submission.json. Raises SubmissionError."""
-    executor: core.Executor
-    if split.kind == "local":
-        executor = LocalExecutor(submitit_folder(folder, attempt), task_environment(config, folder, attempt))
-    else:
-        script = folder.script(attempt)
-        publish(script, render(config, split, folder, attempt).encode())
-        executor = ScriptExecutor(submitit_folder(folder, attempt), script, split.nodes)
-    job: core.Job[Any] | None = None
-    submitted = time.time()
+    """Submit `function(*arguments)`, which every node runs once, for an attempt whose folder is there, and the jobs that are to
+    follow in its chain. Records the job in the attempt's submission.json. Raises SubmissionError."""
+    sent: list[core.Job[Any]] = []
+    submitted, host, tasks_folder = time.time(), os.uname().nodename, submitit_folder(folder, attempt)
+    nodes = tuple(component.nodes for component in split.components)
+    cluster = None if split.kind == "local" else cluster_name()
     try:
-        job = executor.submit(function, *arguments)
-        first = str(job.job_id)
-        publish_json(
-            folder.submission(attempt),
-            {
-                "kind": split.kind,
-                "job_id": first,
-                # Slurm numbers the components of one job one after another.
-                "component_job_ids": [str(int(first) + k) for k in range(len(split.components) if split.kind == "het" else 1)],
-                "nodes": [component.nodes for component in split.components],
-                "submitted": submitted,
-                "host": os.uname().nodename,
-                "folder": str(submitit_folder(folder, attempt)),
-            },
-        )
+        for place in range(1, config.cluster.chain + 1):
+            after = str(sent[-1].job_id) if sent else None
+            sent.append(_executor(config, split, folder, attempt, place, after).submit(function, *arguments))
+            first, *_ = ids = tuple(str(job.job_id) for job in sent)
+            chain = ids if config.cluster.chain > 1 else ()
+            record = Record(split.kind, first, nodes, host, submitted, tasks_folder, cluster, chain)
+            record.write(folder.submission(attempt))
     except BaseException as error:  # the job may have begun
         if split.kind == "local":
             end_processes(folder, attempt, grace_s=0)
-        elif job is not None:
-            _take_back(str(job.job_id), error)
+        elif sent:
+            _take_back([str(job.job_id) for job in reversed(sent)], error)
         if isinstance(error, ProgramError | OSError):
             raise SubmissionError(f"the job was not accepted: {error}{advice(str(error))}") from error
         raise
-    return Submission(folder, attempt, split.kind, job, submitted)
+    return Submission(folder, attempt, split.kind, sent[0], submitted, record.followers)
 
 
-def _take_back(job_id: str, why: BaseException) -> None:
-    """Cancel a job that was sent, and whose record cannot be kept. Raises SubmissionError where it is left."""
+def _executor(
+    config: Config, split: Split, folder: RunFolder, attempt: int, place: int, after: str | None
+) -> LocalExecutor | ScriptExecutor:
+    """What sends the job in that place (1, 2, ...) of a chain, whose script it writes; `after`: the id of the one before it."""
+    tasks_folder = submitit_folder(folder, attempt)
+    if split.kind == "local":
+        return LocalExecutor(tasks_folder, task_environment(config, folder, attempt))
+    script = folder.script(attempt) if place == 1 else folder.follower_script(attempt, place)
+    publish(script, render(config, split, folder, attempt, after=after).encode())
+    return ScriptExecutor(tasks_folder, script, split.nodes)
+
+
+def _take_back(job_ids: list[str], why: BaseException) -> None:
+    """Cancel jobs that were sent, and whose record cannot be kept. Raises SubmissionError where they are left."""
+    jobs = " ".join(job_ids)
     try:
-        run(["scancel", job_id], timeout_s=30.0)
+        run(["scancel", *job_ids], timeout_s=30.0)
     except ProgramError as error:
-        raise SubmissionError(f"{why}; job {job_id} was sent and is left ({error}): end it with scancel {job_id}") from why
+        raise SubmissionError(f"{why}; job {jobs} was sent and is left ({error}): end it with scancel {jobs}") from why
 
 
 def _wait_process(process: "subprocess.Popen[bytes]", wait_s: float) -> bool:
@@ -187,4 +197,4 @@ def reopen(folder: RunFolder, attempt: int) -> Submission:
     """The job of an attempt that another command submitted under Slurm. Raises ConfigError where it has no record."""
     record = read_record(folder, attempt)
     job = SlurmJob(folder=record.folder, job_id=record.job_id, tasks=range(record.tasks))
-    return Submission(folder, attempt, record.kind, job, record.submitted)
+    return Submission(folder, attempt, record.kind, job, record.submitted, record.followers)

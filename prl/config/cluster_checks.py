@@ -33,6 +33,13 @@ def cluster_problems(config: Config) -> Iterator[str]:
     for key in cluster.srun:
         if not re.fullmatch("[a-z][a-z0-9_-]*", key) or key.replace("_", "-") in _OWN_STEP_OPTIONS:
             yield f"cluster.srun.{key}: is no option of srun, or one that prl-submit sets itself; srun --help lists them"
+    if cluster.chain > 1 and cluster.nodes is None:
+        yield f"cluster.chain = {cluster.chain}: is for Slurm jobs; ask for nodes with --nodes N, or set it to 1"
+    if cluster.chain > 1 and cluster.requeue:
+        yield (
+            f"cluster.chain = {cluster.chain}: with cluster.requeue = true one job goes on by itself; set this to 1 or that to "
+            f"false"
+        )
     yield from _container(config)
 
 

@@ -14,6 +14,7 @@ FIXED_KEYS = (
     "run.name",
     "run.id",
     "run.folder",
+    "run.share",
     "run.seed",
     "run.replay",
     "run.replay_from",

@@ -50,7 +50,7 @@ def decide(reason: Reason, attempts: Sequence[int], means: Means) -> Decision:
     if reason not in GOES_ON:
         return Decision("stop", reason)
     if not (means.requeue or means.chain):
-        return Decision("stop", f"{reason}; nothing was allowed that would go on (cluster.requeue)")
+        return Decision("stop", f"{reason}; nothing is left that would go on (cluster.requeue, cluster.chain)")
     if (count := fruitless(attempts)) >= means.fruitless:
         return Decision("stop", f"{reason}; {count} attempts in a row trained no step")
     return Decision("requeue" if means.requeue else "chain", reason)

@@ -7,19 +7,21 @@ import shlex
 import signal
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
 from prl.cluster.allocation import Allocation, read_allocation
-from prl.cluster.claims import begin_requeued
 from prl.cluster.executors import SUBMITTER
+from prl.cluster.record import read_record
 from prl.cluster.run import ProgramError
-from prl.cluster.slurm import requeue, why_terminated
+from prl.cluster.slurm import jobs_in_queue, requeue, why_terminated
 from prl.cluster.split import make_split
-from prl.config.load import load
+from prl.config.load import ConfigError, load
 from prl.config.plain_files import read_plain
 from prl.config.schema import Config
 from prl.control.child import say
@@ -37,25 +39,29 @@ from prl.runfolder.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome, 
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import in_words, publish_json
 
+WARNED = "warned by SIGUSR1: the time limit is near"
 POLL_S = 0.2  # how often other nodes look for rank 0's address on the shared filesystem
 
 
-def run_node(run_folder: str, attempt: int) -> None:
-    """Live through an attempt of a run on this node. Rank 0 raises RunFailed with the cause when the run failed, so
-    that the job counts as failed; other nodes end quietly, so that they do not end rank 0's task before it has written it."""
-    # The batch system warns with these; nobody but rank 0, once it leads, wants to hear it.
+def run_node(run_folder: str) -> None:
+    """Live through an attempt of a run on this node: the one that PRL_ATTEMPT names. Rank 0 raises RunFailed with the cause
+    when the run failed, so that the job counts as failed; other nodes end quietly, so that they do not end rank 0's task before
+    it has written it."""
+    # The batch system warns with these; nobody but rank 0 wants to hear it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTERM):  # until the orchestrator takes them over
         signal.signal(number, _cancel)
     run = RunFolder(run_folder)
     allocation = read_allocation()
-    attempt += allocation.restarts
+    attempt = int(os.environ["PRL_ATTEMPT"])
     if allocation.job_id is None:
         end_with_parent()  # under Slurm that is Slurm's business
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     if allocation.first:
-        outcome = _lead(run, attempt, allocation)
+        warnings: list[int] = []  # that came before the orchestrator could hear them
+        signal.signal(signal.SIGUSR1, lambda number, _: warnings.append(number))
+        outcome = _lead(run, attempt, allocation, warnings)
         if outcome.next == "requeue" and allocation.job_id is not None:
             _requeue(allocation.job_id)
         say(f"{outcome.detail}{outcome.log_end}\nprl: {outcome.outcome}: {outcome.cause}".lstrip())
@@ -92,16 +98,14 @@ def _check_submitter() -> None:
         raise CancelledEarly("cancelled: prl-submit is gone")
 
 
-def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
+def _lead(run: RunFolder, attempt: int, allocation: Allocation, warnings: Sequence[int]) -> Outcome:
     """Rank 0; whatever goes wrong ends up in exit.json."""
     started = time.time()
     try:
         if allocation.job_id is None:
             _check_submitter()
-        if allocation.restarts:
-            begin_requeued(run, attempt, allocation.restarts)
         reserve(run.exit(attempt))
-        return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config)))
+        return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config), warnings))
     except CancelledEarly as error:
         code, now = EXIT_CODES[CANCELLED], time.time()
         outcome = Outcome(
@@ -127,7 +131,9 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation) -> Outcome:
         return outcome
 
 
-async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> Outcome:
+async def _orchestrate(
+    run: RunFolder, attempt: int, allocation: Allocation, config: Config, warnings: Sequence[int]
+) -> Outcome:
     if run.plan(attempt).exists():
         raise RuntimeError(
             f"attempt {attempt} was started before: a requeued job is no new attempt; use "
@@ -140,10 +146,23 @@ async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, con
     token = read_token(run.token)
     leave_what_is_loaded()
     with _own_redis(run, attempt, allocation.host.address, config, token):
-        cluster = config.cluster
-        means = Means(allocation.job_id is not None and cluster.requeue, 0, cluster.fruitless_attempts)
-        orchestrator = Orchestrator(run, config, plan, start, token, means)
-        return await _lead_through(run, attempt, allocation, config, orchestrator, token)
+        orchestrator = Orchestrator(run, config, plan, start, token, partial(_means, run, attempt, allocation, config))
+        return await _lead_through(run, attempt, allocation, config, orchestrator, token, warnings)
+
+
+def _means(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> Means:
+    """By what the run may go on once the attempt has ended."""
+    fruitless = config.cluster.fruitless_attempts
+    if allocation.job_id is None:
+        return Means(requeue=False, chain=0, fruitless=fruitless)
+    followers: Sequence[str] = ()
+    try:
+        followers = read_record(run, attempt).followers
+        waiting = len(jobs_in_queue(followers))
+    except (ConfigError, ProgramError) as error:  # the outcome is written all the same
+        say(f"prl: jobs of the chain that are taken for waiting: {', '.join(followers) or 'none'}: {error}")
+        waiting = len(followers)
+    return Means(config.cluster.requeue, waiting, fruitless)
 
 
 def _own_redis(run: RunFolder, attempt: int, host: str, config: Config, token: str) -> AbstractContextManager[object]:
@@ -157,11 +176,19 @@ def _own_redis(run: RunFolder, attempt: int, host: str, config: Config, token: s
 
 
 async def _lead_through(
-    run: RunFolder, attempt: int, allocation: Allocation, config: Config, orchestrator: Orchestrator, token: str
+    run: RunFolder,
+    attempt: int,
+    allocation: Allocation,
+    config: Config,
+    orchestrator: Orchestrator,
+    token: str,
+    warnings: Sequence[int],
 ) -> Outcome:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, orchestrator.cancel, "cancelled by SIGINT")
-    loop.add_signal_handler(signal.SIGUSR1, orchestrator.leave, "warned by SIGUSR1: the time limit is near", "time limit")
+    loop.add_signal_handler(signal.SIGUSR1, orchestrator.leave, WARNED, "time limit")
+    if warnings:  # while the start was looked for
+        orchestrator.leave(WARNED, "time limit")
     if allocation.job_id is None:
         loop.add_signal_handler(signal.SIGTERM, orchestrator.cancel, "cancelled by SIGTERM")
     else:

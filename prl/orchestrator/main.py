@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 
 GATHER_CAUSES_S = 1.0  # one death causes others; wait this long before choosing the cause
+EXPLAINED_S = 15.0  # that it may take to find out why the batch system ends processes
 STACKS_S = 2.0  # that processes have to write their stacks down
 FAILED_GRACE_S = 0.5  # children of a failed run get this long before SIGTERM
 
@@ -41,8 +42,16 @@ class Orchestrator:
     """Owns the control server, the dispatcher and the ledger, and leads the run through its phases:
     starting, seeding (the first version reaches all samplers), running, finishing, ended."""
 
-    def __init__(self, run: RunFolder, config: Config, plan: Plan, start: Start, token: str, means: Means = NO_MEANS) -> None:
-        """`means`: by what the run may go on after this attempt."""
+    def __init__(
+        self,
+        run: RunFolder,
+        config: Config,
+        plan: Plan,
+        start: Start,
+        token: str,
+        means: Callable[[], Means] = lambda: NO_MEANS,
+    ) -> None:
+        """`means`: by what the run may go on after this attempt, asked at its end."""
         self._run = run
         self._config = config
         self._plan = plan
@@ -54,6 +63,7 @@ class Orchestrator:
         self._ledger_desk = LedgerDesk(self._ledger.append)
         self._journal = Journal(run, plan.attempt, config.metrics)
         self._leaving = False  # nothing that is not needed for a checkpoint is started again or waited for
+        self._explained = True  # nobody is asking why the batch system ends processes
         self._check_given_up = threading.Event()
         self._checked = asyncio.Event()  # the checkpoint is whole: what comes of it may be used
         if start.resume.checkpoint is None:
@@ -115,17 +125,21 @@ class Orchestrator:
         """The nodes are to be taken away: save after the step in hand, and end. Before any step there is nothing to save."""
         log.warning("%s: %s", reason, words)
         self._leaving = True
-        if self._work.rollouts.open or self._config.run.replay:
+        if not self._causes and (self._work.rollouts.open or self._config.run.replay):
+            self._explained = True
             self._work.leave(words, reason)
         else:
             self._end_now(words, reason)
 
     def expect_deaths(self) -> None:
-        """The batch system is ending processes of this run: what they die of is no cause."""
-        self._leaving = True
+        """The batch system is ending processes of this run: what they die of is no cause, nor what some have died of just now.
+        Somebody finds out why, and then calls `cancel` or `leave`."""
+        self._leaving, self._explained = True, False
 
     def _end_now(self, words: str, reason: Reason) -> None:
         self._causes.add(Cause(words, None, CANCEL, reason=reason))
+        self._explained = True
+        self._bell.ring()
         self._server.grace_s = min(self._server.grace_s, FAILED_GRACE_S)  # also where it is ending already
 
     async def lead(self) -> Outcome:
@@ -261,6 +275,7 @@ class Orchestrator:
         self._check_given_up.set()
         if self._causes:
             await asyncio.sleep(GATHER_CAUSES_S)
+            await self._bell.until(lambda: self._explained, EXPLAINED_S)
         self._work.rollouts.ended = self._samplers.desk.ended = True
         self._samplers.desk.changed.ring()
         self._server.stopping = self._causes.closed = True
@@ -290,7 +305,7 @@ class Orchestrator:
         return outcome
 
     def _decide(self, reason: Reason) -> Decision:
-        return decide(reason, [*steps_before(self._run, self._plan.attempt), self._work.steps.trained], self._means)
+        return decide(reason, [*steps_before(self._run, self._plan.attempt), self._work.steps.trained], self._means())
 
     # What goes on meanwhile
 

@@ -35,17 +35,20 @@ async def run_agent(
     async with ControlClient(control_url, token, "agent", node, options) as client:
         await client.join({"address": address})
         children: dict[str, RunningChild] = {}
+        given_up: set[tuple[str, int]] = set()  # starts of children that are to end, also those that are still to be made
         metrics = MetricsWriter(run.metrics, "agent", node, attempt)
 
         async def start(plan: ChildPlan, number: int) -> RunningChild:
             environment = _environment(run, attempt, plan, number, address, control_url)
             child = children[plan.name] = await start_child(plan, environment, run.logs(attempt), number)
+            if (plan.name, number) in given_up:
+                kill_child(child)
             return child
 
         try:
             for plan in await _plans(client, run, attempt, address, token, options):
                 await start(plan, 0)
-            await _watch(client, children, start, options, metrics)
+            await _watch(client, children, start, given_up, options, metrics)
         except Exception as error:
             await report_failure(client, error, run.path)
             raise
@@ -87,14 +90,19 @@ def _environment(run: RunFolder, attempt: int, plan: ChildPlan, start: int, addr
 
 
 async def _watch(
-    client: ControlClient, children: dict[str, RunningChild], start: Start, options: ControlOptions, metrics: MetricsWriter
+    client: ControlClient,
+    children: dict[str, RunningChild],
+    start: Start,
+    given_up: set[tuple[str, int]],
+    options: ControlOptions,
+    metrics: MetricsWriter,
 ) -> None:
     """Report every child's end until the run stops, and start again what the orchestrator wants to have again; then give the
     children their time to end by themselves."""
     waits = {asyncio.create_task(child.process.wait()): child for child in children.values()}
     starts: set[asyncio.Task[RunningChild | None]] = set()
     stopping = asyncio.create_task(client.stopping.wait())
-    obeying = asyncio.create_task(_obey(client, children), name="end what the orchestrator gave up")
+    obeying = asyncio.create_task(_obey(client, children, given_up), name="end what the orchestrator gave up")
     tasks: list[asyncio.Task[Any]] = [stopping, obeying]
     looked = time.monotonic()
     try:
@@ -142,20 +150,19 @@ async def _start_again(client: ControlClient, child: RunningChild, start: Start,
     return await start(child.plan, child.start + 1)
 
 
-async def _obey(client: ControlClient, children: dict[str, RunningChild]) -> None:
+async def _obey(client: ControlClient, children: dict[str, RunningChild], given_up: set[tuple[str, int]]) -> None:
     """Kill the processes that the orchestrator has given up, and have all write their stacks down when it asks for that, until
-    it stops the run."""
-    known: list[list[Any]] = []
+    it stops the run. `given_up` holds all of them, also those that are not started yet."""
     dumps = 0
     while not client.stopping.is_set():
-        body = {"known": known, "dumps": dumps}
+        body = {"known": sorted(given_up), "dumps": dumps}
         answer = await client.call("orders", body, deadline_s=ORDERS_S, reason="what is to end on this node")
         if answer["dumps"] > dumps:
             dumps = answer["dumps"]
             for child in children.values():
                 dump_stacks(child)
         for name, number in answer["end"]:
-            known.append([name, number])
+            given_up.add((name, number))
             ending = children.get(name)
             if ending is not None and ending.start == number and ending.process.returncode is None:
                 kill_child(ending)

@@ -13,6 +13,11 @@ class RunOptions:
         str, "tells this run's files from those of another run of its name; drawn by prl-submit when a run begins"
     ] = ""
     folder: Annotated[str, "run folder on the shared filesystem; default: runs/<name>"] = ""
+    share: Annotated[
+        Literal["owner", "group"],
+        "who may look into the run folder; owner: nobody else; group: all of its Unix group read it (not the token, by which "
+        "the run's processes know each other), and may ask for a checkpoint or the end by control/SAVE and control/STOP",
+    ] = "owner"
     replay: Annotated[
         str, "run folder that is trained on again, without samplers and actors; what prl-submit --replay sets"
     ] = ""

@@ -3,6 +3,7 @@
 import fnmatch
 import os
 import re
+import stat
 from pathlib import Path
 
 from prl.runfolder.striping import stripe
@@ -138,6 +139,10 @@ class RunFolder:
         """The batch script of an attempt under Slurm."""
         return self.attempt(number) / "submission.sh"
 
+    def follower_script(self, number: int, place: int) -> Path:
+        """The batch script of the job in that place (2, 3, ...) of the chain that begins with the attempt."""
+        return self.attempt(number) / f"follower_{place}.sh"
+
     def plan(self, number: int) -> Path:
         return self.attempt(number) / "plan.json"
 
@@ -147,6 +152,10 @@ class RunFolder:
     def batch_log(self, number: int) -> Path:
         """What a Slurm job's batch script says itself."""
         return self.logs(number) / "batch.log"
+
+    def chain_log(self, number: int) -> Path:
+        """What the batch scripts of the jobs that follow in its chain say before they begin attempts of their own."""
+        return self.logs(number) / "chain.log"
 
     def exit(self, number: int) -> Path:
         return self.attempt(number) / "exit.json"
@@ -183,9 +192,10 @@ class RunFolder:
         return [(step, path) for step, path in named if os.path.lexists(path)]
 
     def create(self) -> None:
-        """Make the folder (for its owner alone) and what every run has in it."""
+        """Make the folder (for its owner alone) and what every run has in it. It hands its group on where the folder above does
+        (setgid)."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path.chmod(0o700)
+        self.path.chmod(0o700 | self.path.stat().st_mode & stat.S_ISGID)
         large = CHECKPOINT_TARGETS
         for folder, targets in ((self.path / "streams", 1), (self.weights, large), (self.checkpoints, large)):
             folder.mkdir(exist_ok=True)

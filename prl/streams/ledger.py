@@ -57,7 +57,7 @@ class LedgerWriter:
         number = max((int(p.stem.removeprefix("ledger_")) for p in _files(folder)), default=-1) + 1
         self.path = folder / f"ledger_{number:04d}.frames"
         with storage(self.path):
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             sync_folder(folder)
         self._broken: OSError | None = None
 

@@ -1,8 +1,11 @@
 """Where a run runs: the command line, the mode, the site's profile and the configuration, in this order."""
 
 import pytest
+from stand_ins import stand_in
+from submitting import checkpoint
 
 from prl.cli import plan, submit
+from prl.cluster import claims
 from prl.config.load import load
 
 PROFILE = """
@@ -118,3 +121,22 @@ def test_where_there_is_no_sbatch_a_configuration_for_slurm_runs_here_unless_som
         assert submit.main(["c.yaml", *insists]) == 2
         assert "asks for 3 Slurm nodes, but scontrol: no such program on PATH" in capsys.readouterr().err
     assert not (config / "runs").exists()
+
+
+def test_a_number_of_nodes_leaves_the_mode_to_later_resumes_with_another_one(config, capsys, monkeypatch):
+    monkeypatch.setattr(claims, "snapshot_code", lambda *_: None)
+    up = "echo 'Slurmctld(primary) at login is UP'"
+    nodes = "printf 'main*|n1|8|4000|(null)|infinite\\nmain*|n2|8|4000|(null)|infinite\\nmain*|n3|8|4000|(null)|infinite\\n'"
+    gone = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    quiet = {"scontrol": up, "sinfo": nodes, "srun": ":", "squeue": gone, "sacct": "echo 'JobID|State'"}
+    stand_in(config, monkeypatch, **quiet, sbatch="echo Submitted batch job 7")
+    for mode in ("auto", "het", "local"):
+        run = f"runs/{mode}"
+        assert submit.main(["c.yaml", "--nodes", "1", "--set", f"run.folder={run}", f"cluster.mode={mode}"]) == 0
+        assert "one node, a plain Slurm job" in capsys.readouterr().out
+        (config / run / "checkpoints/step_000005").mkdir()
+        checkpoint(config / run, 5)
+        assert submit.main(["--resume", run, "--nodes", "3", "--dry-run"]) == 0
+        assert "3 nodes, a heterogeneous Slurm job" in capsys.readouterr().out
+        assert submit.main(["--resume", run, "--dry-run"]) == 0
+        assert "one node, a plain Slurm job" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from submitting import processes_of, wait_for, with_function
 from prl.cli import submit
 from prl.cli.job_end import follow_job
 from prl.cluster import claims
+from prl.cluster.begin import begin
 from prl.cluster.script import submitit_folder
 from prl.cluster.submission import reopen
 from prl.config.load import load
@@ -72,7 +73,8 @@ def test_a_job_that_slurm_starts_again_is_followed_to_the_end_of_its_last_attemp
     first, config = reopen(run, 2), load(run.config)
     Outcome("left", "the time limit is near", code=75).write(run.exit(2))
     for attempt in (3, 4):
-        claims.begin_requeued(run, attempt, attempt - 2)
+        run.plan(attempt - 1).write_text("{}")
+        assert begin(run, "63")[0] == attempt
     Outcome("done", "all steps are trained", code=0).write(run.exit(4))
     assert follow_job(first, config) == 0
     said = capsys.readouterr()

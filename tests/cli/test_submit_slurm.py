@@ -175,11 +175,12 @@ def test_a_submission_takes_less_than_two_seconds(config):
 
 def test_commands_to_go_on_with_can_be_copied(tmp_path, capsys):
     run = tmp_path / "my run"
-    tell_next_steps(SimpleNamespace(job_id="7", attempt=1, run=RunFolder(run)))
+    tell_next_steps(SimpleNamespace(job_id="7", attempt=1, run=RunFolder(run), followers=()))
     words = [shlex.split(line) for line in capsys.readouterr().out.splitlines()[1:]]
     assert words[0][:3] == ["prl-submit", "--status", str(run)]
     assert words[1][:4] == ["prl-submit", "--status", str(run), "--follow"]
     assert words[2][:2] == ["prl-report", str(run)]
     assert words[3] == ["tail", "-F", f"{run}/attempt_001/logs/*.log"]
-    assert words[4][:2] == ["touch", str(RunFolder(run).stop)]
-    assert words[5][:3] == ["prl-submit", "--cancel", str(run)]
+    assert words[4][:2] == ["touch", str(RunFolder(run).save)]
+    assert words[5][:2] == ["touch", str(RunFolder(run).stop)]
+    assert words[6][:3] == ["prl-submit", "--cancel", str(run)]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 
-def tell(_folder, _attempt=1):
+def tell(_folder):
     import prl
     from prl.cluster.allocation import read_allocation
 
@@ -27,7 +27,7 @@ def tell(_folder, _attempt=1):
     }
 
 
-def fail_on_task_1(_folder, _attempt=1):
+def fail_on_task_1(_folder):
     from prl.cluster.allocation import read_allocation
 
     if read_allocation().task == 1:
@@ -36,11 +36,11 @@ def fail_on_task_1(_folder, _attempt=1):
     time.sleep(60)
 
 
-def fail(_folder, _attempt=1):
+def fail(_folder):
     raise ValueError("the cause of it all")
 
 
-def wait_for_term(folder, _attempt=1):
+def wait_for_term(folder):
     """Until SIGTERM, then leave a mark."""
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
@@ -50,7 +50,30 @@ def wait_for_term(folder, _attempt=1):
         sys.exit(3)
 
 
-def ignore_term(folder, _attempt=1):
+def ignore_term(folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (Path(folder) / "started").touch()
     time.sleep(60)
+
+
+def leave_once(folder):
+    """Rank 0 says of the first attempt that it left, of the second one that the run is done."""
+    from prl.cluster.allocation import read_allocation
+    from prl.runfolder.outcome import Outcome
+    from prl.runfolder.paths import RunFolder
+
+    attempt = int(os.environ["PRL_ATTEMPT"])
+    if read_allocation().first:
+        ends = {1: Outcome("left", "", "time limit", "chain", "time limit"), 2: Outcome("done", "", "done", "stop", "done")}
+        print(f"this is attempt {attempt}", flush=True)
+        ends[attempt].write(RunFolder(folder).exit(attempt))
+
+
+def begin_and_wait(folder):
+    """As an attempt that was begun, until it is killed."""
+    from prl.cluster.allocation import read_allocation
+    from prl.runfolder.paths import RunFolder
+
+    if read_allocation().first:
+        RunFolder(folder).plan(int(os.environ["PRL_ATTEMPT"])).write_text("{}")
+    time.sleep(120)

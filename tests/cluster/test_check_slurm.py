@@ -6,7 +6,16 @@ import pytest
 
 from prl.cluster.requests import requests
 from prl.cluster.run import Output, ProgramError
-from prl.cluster.slurm import SlurmError, check_slurm, job_rows, job_state, requeue, why_terminated
+from prl.cluster.slurm import (
+    SlurmError,
+    check_slurm,
+    cluster_name,
+    job_rows,
+    job_state,
+    jobs_in_queue,
+    requeue,
+    why_terminated,
+)
 from prl.cluster.split import make_split
 from prl.config.load import replace
 from prl.config.schema import Config
@@ -96,6 +105,23 @@ def test_partitions():
         check([])
 
 
+def test_of_several_partitions_a_component_goes_to_one():
+    """Two nodes in each; n2 is in both."""
+    lines = [node(name, partition="a*", limit="1:00:00") for name in ("n1", "n2")]
+    lines += [node(name, partition="b", cpus=128) for name in ("n2", "n3")]
+    check(lines, nodes=2, mode="plain", partition="a,b")
+    with pytest.raises(SlurmError, match=r"asks for 3 nodes, but partition a has 2; .*\n.* but partition b has 2;"):
+        check(lines, nodes=3, mode="plain", partition="a,b")
+    check(lines, nodes=3, partition="a,b")  # one component in each
+    with pytest.raises(SlurmError, match="asks for 4 Slurm nodes, but partition a,b has 3 that fit"):
+        check(lines, nodes=4, train_nodes=2, partition="a,b")
+    check(lines, nodes=2, mode="plain", partition="a,b", cpus_per_node=100, time_min=61)
+    with pytest.raises(SlurmError, match="time_min = 61: partition a allows 60"):
+        check(lines, nodes=2, mode="plain", partition="a", time_min=61)
+    with pytest.raises(SlurmError, match=r"cluster\.partition .*= c: Slurm knows no nodes of it"):
+        check(lines, nodes=2, partition="a,c")
+
+
 def test_a_controller_that_does_not_answer_and_an_answer_that_cannot_be_read():
     config = replace(Config(), cluster={"nodes": 3})
     asked = requests(config, make_split(config))
@@ -117,6 +143,33 @@ def test_a_job_that_left_the_queue_is_looked_up_in_the_accounting():
     assert [row.nodes for row in job_rows("63", answers(squeue=GONE, sacct=Output(0, rows, "")))] == ["n1", "n[2-3]"]
     assert job_state("63", answers(squeue=GONE, sacct=Output(1, "", "Slurm accounting storage is disabled\n"))) is None
     assert job_state("63", answers(squeue=GONE, sacct=Output(0, HEADER, ""))) is None
+
+
+def test_which_of_several_jobs_are_in_the_queue():
+    asked = []
+
+    def queue(*lines):
+        def runner(arguments, **_):
+            asked.append(arguments[:4])
+            return Output(0, "".join(lines), "")
+
+        return runner
+
+    rows = ["65+0|PENDING|N/A||Dependency\n", "65+1|PENDING|N/A||None\n", "63+0|RUNNING|N/A|n1|None\n"]
+    ended = "61|COMPLETED|N/A|n1|None\n"
+    assert jobs_in_queue(["61", "63", "65", "67"], queue(*rows, ended)) == ["63", "65"]
+    assert asked == [["squeue", "-h", "-j", "61,63,65,67"]]
+    assert jobs_in_queue([], queue(*rows)) == []
+    assert len(asked) == 1
+    assert jobs_in_queue(["61"], answers(squeue=GONE)) == []
+    with pytest.raises(ProgramError, match="Unable to contact"):
+        jobs_in_queue(["61"], answers(squeue=Output(1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")))
+
+
+def test_the_clusters_name():
+    shown = "Configuration data as of 2026-11-29T16:13:27\nClusterName             = lab7\nCompleteWait            = 0 sec\n"
+    assert cluster_name(answers(scontrol=Output(0, shown, ""))) == "lab7"
+    assert cluster_name(answers(scontrol=Output(0, "nothing\n", ""))) is None
 
 
 @pytest.mark.parametrize(

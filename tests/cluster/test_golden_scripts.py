@@ -42,7 +42,10 @@ SCRIPTS = {
 }
 
 
-def rendered(tmp_path, overrides):
+FOLLOWERS = {"het_follower": HET, "plain_follower": PLAIN}  # jobs of a chain behind the first
+
+
+def rendered(tmp_path, overrides, after=None):
     (tmp_path / "c.yaml").write_text("run: {name: golden}\nmodel: {path: /models/a}\n")
     image = ["cluster.container_image=/images/prl.sif"] if "cluster.profile=lumi-g" in overrides else []
     python = [] if image or any("container=" in override for override in overrides) else ["cluster.python=/venv/bin/python"]
@@ -52,7 +55,7 @@ def rendered(tmp_path, overrides):
         raise ProgramError("sbatch: no such program on PATH")
 
     assert [*cluster_problems(config), *request_problems(config, make_split(config), no_sbatch)] == []
-    return render(config, make_split(config), RunFolder("/scratch/me/runs/golden"), 1)
+    return render(config, make_split(config), RunFolder("/scratch/me/runs/golden"), 1, after=after)
 
 
 def test_there_are_profiles_of_several_sites():
@@ -61,9 +64,10 @@ def test_there_are_profiles_of_several_sites():
         assert "NEVER RUN THERE" in (site_folder() / f"{name}.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *FOLLOWERS])
 def test_a_script_is_the_golden_one(tmp_path, name):
-    text, path = rendered(tmp_path, SCRIPTS[name]), GOLDEN / f"{name}.sh"
+    path = GOLDEN / f"{name}.sh"
+    text = rendered(tmp_path, SCRIPTS[name]) if name in SCRIPTS else rendered(tmp_path, FOLLOWERS[name], after="4711")
     if "PRL_WRITE_GOLDEN" in os.environ:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -72,4 +76,4 @@ def test_a_script_is_the_golden_one(tmp_path, name):
 
 
 def test_there_is_no_other_golden_script():
-    assert sorted(path.stem for path in GOLDEN.glob("*")) == sorted(SCRIPTS)
+    assert sorted(path.stem for path in GOLDEN.glob("*")) == sorted([*SCRIPTS, *FOLLOWERS])

@@ -14,9 +14,9 @@ from prl.runfolder.paths import RunFolder
 RUN = RunFolder("/data/my runs/one")
 
 
-def script(nodes, **cluster):
+def script(nodes, run=RUN, after=None, **cluster):
     config = replace(Config(), run={"name": "my run"}, cluster={"python": "/opt/python", **cluster, "nodes": nodes})
-    return render(config, make_split(config), RUN, 2)
+    return render(config, make_split(config), run, 2, after=after)
 
 
 def directives(text):
@@ -136,10 +136,62 @@ def test_several_nodes_of_a_homogeneous_job_choose_their_roles_by_rank(tmp_path)
 def test_a_line_that_fails_ends_the_script_and_is_told(nodes, setup, line, words, tmp_path):
     text = script(nodes, setup=setup)
     done = run(text, tmp_path, scontrol="exit 7")
-    number = next(n for n, found in enumerate(text.splitlines(), 1) if line in found)
+    number = next(n for n, found in enumerate(text.splitlines(), 1) if line in found and found[0] != " ")
     assert done.returncode == int(words.split()[3].rstrip(":"))
     assert done.stderr.startswith(f"{BATCH_FAILED}{number} {words}")
     assert not (tmp_path / "went_on").exists()
+
+
+# In place of srun: says which step it is, and which attempt the run is taken for; the first step tells a later one's number.
+SRUN = """
+case "$*" in
+*prl.cluster.begin) echo "step before: $*" >&2; echo a banner; echo $NUMBER ;;
+*) echo "attempt $PRL_ATTEMPT" ;;
+esac
+"""
+SCONTROL = "echo NodeName=n1 Arch=x86_64 NodeAddr=10.0.0.1 State=IDLE"
+LISTS = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n2"}
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize(
+    ("after", "restarts", "number", "attempt"),
+    [
+        (None, None, "", "2"),
+        (None, "0", "", "2"),
+        (None, "1", "3", "3"),  # put into the queue again
+        ("77", None, "12", "12"),  # of a chain
+        ("77", None, "", None),  # of the chain of a run that has ended
+    ],
+)
+def test_a_job_learns_which_attempt_it_is_and_writes_to_that_ones_log(nodes, after, restarts, number, attempt, tmp_path):
+    run_folder = RunFolder(tmp_path / "my run")
+    run_folder.logs(int(number or 2)).mkdir(parents=True)
+    environment = LISTS | {"NUMBER": number} | ({} if restarts is None else {"SLURM_RESTART_COUNT": restarts})
+    done = run(script(nodes, run_folder, after), tmp_path, environment, scontrol=SCONTROL, srun=SRUN)
+    assert done.returncode == 0, done.stderr
+    log = run_folder.batch_log(int(number or 2))
+    own = log.read_text() if log.exists() else done.stdout
+    assert own == ("" if attempt is None else f"attempt {attempt}\n")
+    asked = after is not None or restarts == "1"
+    before = "step before: --nodes=1 --ntasks=1 --export=ALL --mpi=none --cpu-bind=none /opt/python -m prl.cluster.begin\n"
+    assert done.stderr == (before if asked else "")
+
+
+def test_a_job_of_a_chain_waits_for_the_end_of_the_one_before_it_however_it_came_about():
+    mine = {"dependency": "afterok:5", "exclusive": True}
+    first, follower = directives(script(3, sbatch=mine)), directives(script(3, sbatch=mine, after="77"))
+    assert first.count("--dependency=afterok:5") == 2
+    hetjob = first.index("hetjob")
+    train, sample = ([line for line in part if "dependency" not in line] for part in (first[:hetjob], first[hetjob:]))
+    assert follower == [*(line.replace("batch.log", "chain.log") for line in train), "--dependency=afterany:77", *sample]
+    assert directives(script(1, after="77"))[-1] == "--dependency=afterany:77"
+
+
+def test_an_attempt_that_cannot_be_begun_ends_the_script(tmp_path):
+    done = run(script(1, after="77"), tmp_path, LISTS, scontrol=SCONTROL, srun="echo 3; exit 5")
+    assert done.returncode == 5
+    assert "batch script: line" in done.stderr
 
 
 def test_templates_lie_beside_the_package():

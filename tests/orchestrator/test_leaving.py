@@ -1,9 +1,12 @@
 """A run whose nodes are taken away saves after the step in hand and ends; SAVE has a step saved."""
 
+import asyncio
+
 import pytest
 from process_rig import Rig, run
 
 from prl.flow.events import to_rows
+from prl.orchestrator import main
 from prl.runfolder.outcome import read_outcome
 
 WARNED = "warned by SIGUSR1: the time limit is near"
@@ -75,3 +78,27 @@ def test_the_step_that_is_trained_next_is_saved_once_after_somebody_asked(tmp_pa
         assert not (await trained(rig, 2))["save"]
 
     run(tmp_path / "run", scenario)
+
+
+@pytest.mark.parametrize("reason", ["preempted", "time limit", "cancelled"])
+def test_a_child_that_slurm_ended_before_this_process_knew_why_is_no_cause(tmp_path, monkeypatch, reason):
+    monkeypatch.setattr(main, "GATHER_CAUSES_S", 0.1)
+
+    async def scenario(rig):
+        await rig.come("trainer 0", 0)
+        await rig.dies("trainer 0")
+        ending = asyncio.create_task(rig.orchestrator._end())
+        rig.orchestrator.expect_deaths()
+        await asyncio.sleep(0.5)  # Slurm takes its time to say why
+        if reason == "cancelled":
+            rig.orchestrator.cancel("cancelled by SIGTERM")
+        else:
+            rig.orchestrator.leave("Slurm ends the job with SIGTERM", reason)
+        for agent in rig.agents:
+            await agent.call("node_done", {}, deadline_s=5, reason="test")
+        await ending
+
+    run(tmp_path / "run", scenario)
+    ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
+    outcome = "cancelled" if reason == "cancelled" else "left"
+    assert (ended.outcome, ended.reason, ended.steps) == (outcome, reason, 0)

@@ -101,6 +101,30 @@ def test_a_sampler_that_died_is_started_again_and_one_that_was_given_up_is_kille
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_a_start_that_was_given_up_before_it_was_made_is_killed_as_soon_as_it_is_there(run, tmp_path):
+    async def main():
+        orchestrator = Orchestrator(tmp_path / "stub", restarts=2)
+        url = await orchestrator.server.start("127.0.0.1")
+        options = ControlOptions(heartbeat_s=0.1, stop_s=0.5)
+        agent = asyncio.create_task(run_agent(run, 1, 1, "127.0.0.1", url, "token", options))
+        first, _ = await started(run, 0, 0)
+        orchestrator.to_end = [["sampler 0", 1]]
+        orchestrator.bell.ring()
+        await asyncio.sleep(0.3)  # the agent knows it by then
+        assert psutil.pid_exists(first)
+        psutil.Process(first).kill()
+        async with asyncio.timeout(20):
+            while len(orchestrator.ended) < 2:  # noqa: ASYNC110 (heard over HTTP)
+                await asyncio.sleep(0.02)
+        assert orchestrator.ended == [("sampler 0", "sampler 0 was ended by SIGKILL")] * 2
+        orchestrator.server.stopping, orchestrator.server.grace_s = True, 0.2
+        orchestrator.bell.ring()
+        await asyncio.wait_for(agent, 20)
+        await orchestrator.server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 LISTENER = """
 import os, time
 from prl.control.child import dump_stacks_when_asked

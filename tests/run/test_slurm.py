@@ -3,10 +3,9 @@
 import json
 import statistics
 import subprocess
-import time
 
 import pytest
-from whole_runs import ROOT, Ended, command, submit
+from whole_runs import ROOT, command, outcome, steps_of, submit, wait_until
 
 from prl.report.audit import audit, render
 from prl.runfolder.paths import RunFolder
@@ -85,23 +84,6 @@ def test_a_homogeneous_job_does_everything(tmp_path, nodes):
     assert job["kind"] == "plain"
     assert sacct(job["job_id"]) == {job["job_id"]: ("COMPLETED", nodes)}
     assert ended.exit["steps"] == 4
-
-
-def steps_of(folder):
-    """(attempt, step) of all steps so far, of a run that may go on."""
-    return [(event.attempt, event.step) for event in Ended(folder, 0, "").events("step")]
-
-
-def wait_until(condition, deadline_s, what):
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"waited {deadline_s} s for {what}"
-        time.sleep(0.5)
-
-
-def outcome(folder, attempt):
-    path = folder.exit(attempt)
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,3 +77,21 @@ def submit(folder: Path, *arguments: str | Path, deadline_s: float = DEADLINE_S)
         check=False,
     )
     return Ended(RunFolder(folder), done.returncode, done.stdout + done.stderr)
+
+
+def steps_of(folder):
+    """(attempt, step) of all steps so far, of a run that may go on."""
+    return [(event.attempt, event.step) for event in Ended(folder, 0, "").events("step")]
+
+
+def wait_until(condition, deadline_s, what):
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {deadline_s} s for {what}"
+        time.sleep(0.5)
+
+
+def outcome(folder, attempt):
+    """What an attempt's exit.json says; nothing where there is none yet."""
+    path = folder.exit(attempt)
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -31,6 +31,14 @@ export PRL_ATTEMPT=1
 export PRL_TASK_LOGS=/scratch/me/runs/golden/attempt_001/submitit
 export PYTHONPATH=/scratch/me/runs/golden/code"${PYTHONPATH:+:$PYTHONPATH}"
 export SUBMITIT_EXECUTOR=slurm
+# A job that follows another one in a chain, or was put into the queue again, learns which attempt it is, or that none is left to
+# be made; from then on it writes to that one's log.
+if [ -z "$PRL_ATTEMPT" ] || [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+  PRL_ATTEMPT=$(srun --nodes=1 --ntasks=1 --export=ALL --mpi=none --cpu-bind=none /venv/bin/python -m prl.cluster.begin | tail -n 1)
+  [ -n "$PRL_ATTEMPT" ] || exit 0
+  exec >>"$(printf '%s/attempt_%03d/logs/batch.log' "$PRL_RUN" "$PRL_ATTEMPT")" 2>&1
+fi
+
 # Names and addresses of the nodes of each component, in the order of the ranks: "n1=10.0.0.1,n2=10.0.0.2".
 nodes_of() {
   scontrol -o show node "$1" | sed -n 's/.*NodeName=\([^ ]*\) .*NodeAddr=\([^ ]*\) .*/\1=\2/p' | paste -sd,

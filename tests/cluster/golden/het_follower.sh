@@ -1,0 +1,55 @@
+#!/bin/bash
+# Heterogeneous job: component 0 trains, component 1 samples. Filled in by prl-submit; see slurm/README.md.
+#SBATCH --job-name=golden
+#SBATCH --output=/scratch/me/runs/golden/attempt_001/logs/chain.log
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+#SBATCH --signal=USR1@120
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=60
+#SBATCH --dependency=afterany:4711
+#SBATCH hetjob
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=60
+
+set -eo pipefail
+trap 'echo "batch script: line $LINENO ended with code $?: $BASH_COMMAND" >&2' ERR
+# lines of cluster.setup
+
+# end of cluster.setup
+
+export PYTHONSAFEPATH=1
+export PRL_RUN=/scratch/me/runs/golden
+export PRL_ATTEMPT=''
+export PRL_TASK_LOGS=/scratch/me/runs/golden/attempt_001/submitit
+export PYTHONPATH=/scratch/me/runs/golden/code"${PYTHONPATH:+:$PYTHONPATH}"
+export SUBMITIT_EXECUTOR=slurm
+# A job that follows another one in a chain, or was put into the queue again, learns which attempt it is, or that none is left to
+# be made; from then on it writes to that one's log.
+if [ -z "$PRL_ATTEMPT" ] || [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+  PRL_ATTEMPT=$(srun --nodes=1 --ntasks=1 --export=ALL --mpi=none --cpu-bind=none /venv/bin/python -m prl.cluster.begin | tail -n 1)
+  [ -n "$PRL_ATTEMPT" ] || exit 0
+  exec >>"$(printf '%s/attempt_%03d/logs/batch.log' "$PRL_RUN" "$PRL_ATTEMPT")" 2>&1
+fi
+
+# Names and addresses of the nodes of each component, in the order of the ranks: "n1=10.0.0.1,n2=10.0.0.2".
+nodes_of() {
+  scontrol -o show node "$1" | sed -n 's/.*NodeName=\([^ ]*\) .*NodeAddr=\([^ ]*\) .*/\1=\2/p' | paste -sd,
+}
+PRL_NODES_0=$(nodes_of "$SLURM_JOB_NODELIST_HET_GROUP_0")
+PRL_NODES_1=$(nodes_of "$SLURM_JOB_NODELIST_HET_GROUP_1")
+# Not the first of SLURM_JOB_NODELIST: that list is merged over the components and sorted.
+MASTER_ADDR=${PRL_NODES_0%%,*}
+MASTER_ADDR=${MASTER_ADDR#*=}
+export PRL_NODES_0 PRL_NODES_1 MASTER_ADDR
+
+# Component 0's own limits must not become the other component's.
+unset SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
+
+# One step over both components, one task a node. The tasks redirect themselves: in such a step srun's --output expands
+# %j and %t to other numbers than the tasks see.
+srun --het-group=0-1 --export=ALL --unbuffered --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none \
+  bash -c 'exec "$@" >>"$PRL_TASK_LOGS/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>>"$PRL_TASK_LOGS/${SLURM_JOB_ID}_${SLURM_PROCID}_log.err"' task \
+  /venv/bin/python -u -m submitit.core._submit /scratch/me/runs/golden/attempt_001/submitit
