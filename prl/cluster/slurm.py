@@ -169,9 +169,10 @@ def _words(node: _Node, asked: _Node) -> str:
 
 
 def job_rows(job_id: str, runner: Runner = run) -> list[JobRow]:
-    """A job's components, as the queue or else the accounting knows them; none where neither knows it (any more). `job_id` is
-    that of a heterogeneous job's leader. Raises ProgramError where Slurm does not answer, or what it says cannot be read."""
-    queue: Output = runner(["squeue", "-h", "-j", job_id, "-o", QUEUE_FORMAT], timeout_s=30.0, check=False)
+    """A job's components, as the queue (which forgets them some minutes after their end) or else the accounting knows them;
+    none where neither does. `job_id` is that of a heterogeneous job's leader. Raises ProgramError where Slurm does not answer,
+    or what it says cannot be read."""
+    queue: Output = runner(["squeue", "-h", "-j", job_id, "-t", "all", "-o", QUEUE_FORMAT], timeout_s=30.0, check=False)
     if queue.code == 0 and queue.out.split():
         return parse_queue(queue.out)
     if queue.code != 0 and "Invalid job id" not in queue.err:

@@ -69,11 +69,24 @@ def leave_once(folder):
         ends[attempt].write(RunFolder(folder).exit(attempt))
 
 
-def begin_and_wait(folder):
-    """As an attempt that was begun, until it is killed."""
+def begin(folder):
+    """As an attempt that was begun; whether this is rank 0."""
     from prl.cluster.allocation import read_allocation
     from prl.runfolder.paths import RunFolder
 
-    if read_allocation().first:
+    first = read_allocation().first
+    if first:
         RunFolder(folder).plan(int(os.environ["PRL_ATTEMPT"])).write_text("{}")
+    return first
+
+
+def begin_and_wait(folder):
+    begin(folder)
+    time.sleep(120)
+
+
+def begin_and_die(folder):
+    """Rank 0 is killed before it can say why."""
+    if begin(folder):
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(120)
