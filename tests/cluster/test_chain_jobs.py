@@ -117,10 +117,8 @@ def test_a_chain_goes_on_after_the_loss_of_a_node(start, slurm_cluster):
         subprocess.run(["scancel", *reversed(chain)], check=True, timeout=30)
         subprocess.run([*lab, "start-node", nodes[-1]], check=True, timeout=60)
     assert read_record(folder, 2).job_id == chain[1]
-    assert (
-        "after attempt 1: node failure (it left no exit.json, and Slurm says of its job NODE_FAIL)"
-        in folder.chain_log(1).read_text()
-    )
+    said = folder.chain_log(1).read_text()
+    assert "after attempt 1: node failure (it left no exit.json, and Slurm says of its job NODE_FAIL)" in said, said
     idle = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
     wait_until(
         lambda: set(slurm_cluster) <= set(subprocess.run(idle, capture_output=True, text=True, timeout=30).stdout.split()),
