@@ -111,7 +111,7 @@ def _train(
     ended = time.monotonic()
     skipped = 0  # steps in a row
     while True:
-        ordered = _next_order(child, client, channel, weights, saver, step + 1)
+        ordered, sent_s = _next_order(child, client, channel, weights, saver, step + 1)
         if ordered["stop"]:
             return step, bool(ordered.get("leave"))
         file = ordered["file"]
@@ -138,11 +138,14 @@ def _train(
                 f"learning rate, or clipping, may help from the last checkpoint on"
             )
         step += 1
-        metrics.update(weights.publish(step))
-        now = time.monotonic()
         saving = saver.spent()
-        waited_s = told - ended - sum(saving.values())
-        metrics.update({**saving, names.WAIT_S: waited_s, names.DATA_S: read - told, names.STEP_S: now - ended})
+        metrics |= saving | {
+            names.WAIT_S: told - ended - sent_s - sum(saving.values()),
+            names.DATA_S: read - told,
+            names.SEND_S: sent_s + weights.publish(step),
+        }
+        now = time.monotonic()
+        metrics[names.STEP_S] = now - ended
         ended = now
         answer: dict[str, Any] = {}
         if leader:
@@ -167,11 +170,12 @@ def _writing_run(config: Config) -> str:
 
 def _next_order(
     child: Child, client: ThreadedClient, channel: Channel, weights: WeightsOut, saver: Saver, step: int
-) -> Mapping[str, Any]:
+) -> tuple[Mapping[str, Any], float]:
     """`file`: the step file's name, size and checksum; or `stop` where the run ends instead. Every answer of the orchestrator
     goes to all ranks, so that none waits longer than one poll without a word; a checkpoint that has been written counts after
-    the next one at the latest. Samplers that came meanwhile get the present version."""
+    the next one at the latest. Samplers that came meanwhile get the present version: with the order, the seconds that took."""
     control = child.config.control
+    sent_s = 0.0
     end = time.monotonic() + control.wait_s
     client.progress(f"waiting for step file {step}")
     while True:
@@ -181,9 +185,9 @@ def _next_order(
             answer = client.call("next_step", {"step": step}, deadline_s=control.lost_after_s, reason=f"step file {step}")
         told = channel.broadcast(answer)
         if told["stop"] or told["file"] is not None:
-            return told
+            return told, sent_s
         if told.get("send"):
-            weights.publish(step - 1)
+            sent_s += weights.publish(step - 1)
             client.progress(f"waiting for step file {step}")
         if time.monotonic() > end:
             raise TimeoutError(f"no step file {step} within {control.wait_s:.0f} s: look at the preprocessor and the actors")

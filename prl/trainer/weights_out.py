@@ -14,7 +14,6 @@ from prl.config.tensors import tensor_shapes
 from prl.control.client import ControlError
 from prl.control.threaded import ThreadedClient
 from prl.flow.versions import Version
-from prl.metrics import names
 from prl.trainer import device
 from prl.trainer.engine import Engine
 from prl.trainer.lanes_out import LanesOut, failures
@@ -70,9 +69,9 @@ class WeightsOut:
         self._anchor = 0  # the step of the version of which all values went out last
         self._shares_weights = shares_weights()
 
-    def publish(self, step: int) -> dict[str, float]:
+    def publish(self, step: int) -> float:
         """Bring version `step` to the samplers, unless the orchestrator wants none now. A collective of all ranks. Returns
-        what it took as metrics. Where the transfer fails, a group that the orchestrator has built anew gets the version again,
+        the seconds that it took. Where the transfer fails, a group that the orchestrator has built anew gets the version again,
         as long as the deadlines of one transfer have not passed; then training goes on without."""
         started = time.monotonic()
         tensors: Mapping[str, torch.Tensor] | None = None  # whole ones, once they have been gathered
@@ -85,7 +84,7 @@ class WeightsOut:
                 tensors = self._gathered() if tensors is None else tensors
                 sent = self._send_whole(step, order, tensors)
             order = self._ordered(step, offers=not sent and time.monotonic() < end)
-        return {names.SEND_S: time.monotonic() - started}
+        return time.monotonic() - started
 
     def close(self) -> None:
         """Leave the groups. Rank 0, which has their store, must not end before the others have left."""
