@@ -7,8 +7,8 @@ step      a whole RL step (step file read to weights gathered, digest taken) to 
 packing   tokens of sequences packed by prl to the same ones padded for plain Megatron layers: log-normal lengths in
           micro-batches of 8 (as they come), and 512 of 10 tokens each
 head      both passes with the output layer in chunks, by prl's function and by torch's checkpointing of each, to whole logits
-memory    peak memory of a step in chunks and with whole logits to that of a step without an output layer, at 1/16 of
-          32k tokens x 150k vocabulary in each direction; a process each
+memory    most bytes of tensors at one time in a first step in chunks and with whole logits to those of one without an output
+          layer, at 1/16 of 32k tokens x 150k vocabulary in each direction; counted, so that each run gives the same
 resume    loading a checkpoint of about 1 GB into a new engine, first, to loading its files, which is to read all of their bytes
           into new tensors (the kernel's making of their pages is a part of it), and second, to torch.load of as many tensors of
           the same sizes from one file; warm from the kernel's memory, cold from the disk
@@ -20,7 +20,6 @@ for a disk does not count); a resume's by the clock as well.
 import argparse
 import gc
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,6 +47,7 @@ from trainer_shapes import (  # before all that imports Megatron
 # isort: split
 import numpy as np
 import torch
+from live_bytes import LiveBytes
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 from torch.nn import functional
@@ -56,7 +56,6 @@ from torch.utils.checkpoint import checkpoint
 from prl.flow.ids import RolloutId
 from prl.streams.records import MicroBatch, StepFacts
 from prl.streams.steps import read_step, write_step
-from prl.trainer import device
 from prl.trainer.batch import Batch, to_device
 from prl.trainer.checkpoint import begin_save, finish_save, load_checkpoint
 from prl.trainer.engine import Engine, optimizer_step
@@ -77,7 +76,6 @@ DEEP = qwen("Qwen2.5-0.5B's layers", 896, 4864, 5, 14, 2, 8192, tied=True)  # 5 
 TRIES = 7
 RESUME_TRIES = 5
 MEMORY_TOKENS = 2048
-MEMORY_KINDS = ("no output layer", "chunks", "whole logits")
 
 
 def fastest(*works: Callable[[], object], tries: int = TRIES) -> list[float]:
@@ -221,33 +219,30 @@ def head() -> None:
 
 
 def memory() -> None:
-    peaks = []
-    for kind in MEMORY_KINDS:
-        command = [sys.executable, __file__, "--peak", kind]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
-        peaks.append(float(done.stdout.split()[-1]))
-    for kind, peak in zip(MEMORY_KINDS[1:], peaks[1:], strict=True):
-        show(f"memory, {kind}", peak / peaks[0], f"{peak:.0f} to {peaks[0]:.0f} MiB above the start, {MEMORY_TOKENS} tokens")
+    batch = microbatch(lognormal_lengths(MEMORY_TOKENS, 512), WIDE.config.vocabulary)
 
-
-def peak_mib(kind: str) -> float:
-    """Of a model with its optimizer in a step, above what the process took before."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before = device.take_peak_memory_bytes()
-    engine = engine_of(WIDE, replace(OPTIONS, recompute="full", head_chunk_mib=1))
-    batch = microbatch(lognormal_lengths(MEMORY_TOKENS, 512), engine.config.vocabulary)
-    if kind == "chunks":
+    def chunks(engine: Engine) -> None:
         train_step(engine, [batch], facts_of(batch, 1))
-    else:
+
+    def whole(engine: Engine) -> None:
         own = to_device(batch, 1)
         engine.chunks[0].zero_grad_buffer()
-        if kind == "whole logits":
-            logp = whole_logits(engine.chunks[0], own).log_softmax(-1)
-            logp.gather(-1, own.targets[:, None]).sum().backward()
-        else:
-            hidden_states(engine.chunks[0], own).sum().backward()
+        logp = whole_logits(engine.chunks[0], own).log_softmax(-1)
+        logp.gather(-1, own.targets[:, None]).sum().backward()
         optimizer_step(engine, 1)
-    return (device.take_peak_memory_bytes() - before) / 2**20
+
+    def none(engine: Engine) -> None:
+        engine.chunks[0].zero_grad_buffer()
+        hidden_states(engine.chunks[0], to_device(batch, 1)).sum().backward()
+        optimizer_step(engine, 1)
+
+    peaks_mib = []
+    for step in (none, chunks, whole):
+        with LiveBytes() as live:
+            step(engine_of(WIDE, replace(OPTIONS, recompute="full", head_chunk_mib=1)))
+        peaks_mib.append(live.peak / 2**20)
+    for name, peak_mib in zip(("chunks", "whole logits"), peaks_mib[1:], strict=True):
+        show(f"memory, {name}", peak_mib / peaks_mib[0], f"{peak_mib:.0f} to {peaks_mib[0]:.0f} MiB, {MEMORY_TOKENS} tokens")
 
 
 def resume() -> None:
@@ -316,18 +311,14 @@ BENCHMARKS = {"step": step, "packing": packing, "head": head, "memory": memory, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help=", ".join(BENCHMARKS))
-    parser.add_argument("--peak", choices=MEMORY_KINDS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     unknown = set(args.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
     start_alone()
     torch.set_num_threads(1)
-    if args.peak:
-        print(peak_mib(args.peak))
-    else:
-        for name in args.names or BENCHMARKS:
-            BENCHMARKS[name]()
+    for name in args.names or BENCHMARKS:
+        BENCHMARKS[name]()
     stop_groups()
 
 
