@@ -26,6 +26,15 @@ OPTIONS = {
     "cispo_two_sided": {"loss": "cispo", "clip_low": 0.4, "clip_high": 0.6},
     "reinforce_truncated": {"loss": "reinforce", "truncate": 1.1},
     "decoupled_ppo_truncated": {"loss": "decoupled_ppo", "clip_low": 0.05, "clip_high": 0.1, "truncate": 1.2},
+    "decoupled_ppo_previous": {"loss": "decoupled_ppo", "proximal": "previous"},
+    "decoupled_ppo_previous_truncated": {
+        "loss": "decoupled_ppo",
+        "proximal": "previous",
+        "clip_low": 0.05,
+        "clip_high": 0.1,
+        "truncate": 1.2,
+        "token_mask_high": 1.5,
+    },
     "dppo_tv_narrow": {"loss": "dppo_tv", "clip_low": 0.02, "clip_high": 0.03, "ratio_penalty": 0.1},
     "token_mask": {"loss": "reinforce", "token_mask_low": 0.7, "token_mask_high": 1.5},
     "sequence_mask": {"loss": "ppo", "sequence_mask_low": 0.9, "sequence_mask_high": 1.2},
@@ -71,6 +80,7 @@ class Tokens:
 
     logprobs: np.ndarray
     old_logprobs: np.ndarray
+    proximal_logprobs: np.ndarray | None  # of a policy that is neither the trainer's nor the sampler's; None: not known yet
     reference_logprobs: np.ndarray
     entropies: np.ndarray
     advantages: np.ndarray
@@ -97,6 +107,7 @@ def some_tokens(seed: int, lengths: tuple[int, ...], spread: float = 0.3) -> Tok
         weights=random.choice([0.0, 0.25, 1.0], count),
         lags=random.integers(0, 5, count).astype(float),
         values=random.normal(0, 1, count),
+        proximal_logprobs=np.minimum(logprobs + random.normal(0, spread / 2, count), 0.0),
         lengths=lengths,
     )
 
@@ -235,7 +246,10 @@ class Written:
             moved = np.exp(fixed) - np.exp(mu)
             self.clipped[u] = moved > self.high if advantage > 0 else moved < -self.low
             return 0.0 if self.clipped[u] else -np.exp(log_rho) * advantage
-        proximal = fixed if t.lags[u] == 0 else fixed - fixed_log_rho / t.lags[u]
+        if self.options.proximal == "previous":
+            proximal = t.proximal_logprobs[u]
+        else:
+            proximal = fixed if t.lags[u] == 0 else fixed - fixed_log_rho / t.lags[u]
         behaviour = np.exp(log_ratio(proximal, mu, weight))
         self.nearest_kink = min(self.nearest_kink, abs(abs(pi - proximal) - 20))
         inner = self.clipped_ratio(u, log_ratio(pi, proximal, weight), advantage)
@@ -286,7 +300,7 @@ def batch_of(tokens: Tokens, dtype: torch.dtype) -> Batch:
         advantages=tensor(tokens.advantages),
         old_logprobs=tensor(tokens.old_logprobs),
         reference_logprobs=tensor(tokens.reference_logprobs),
-        proximal_logprobs=None,
+        proximal_logprobs=None if tokens.proximal_logprobs is None else tensor(tokens.proximal_logprobs),
         lags=tensor(tokens.lags),
         sequence_numbers=Sequences(torch.from_numpy(tokens.sequence_of_token), len(tokens.lengths)),
     )
@@ -353,6 +367,7 @@ def any_tokens(draw) -> Tokens:
     return Tokens(
         logprobs=values(LOGPROB),
         old_logprobs=values(st.one_of(LOGPROB, st.just(-np.inf))),
+        proximal_logprobs=values(LOGPROB),
         reference_logprobs=values(LOGPROB),
         entropies=values(st.floats(0.0, 10.0)),
         advantages=values(st.one_of(st.just(0.0), st.floats(-3.0, 3.0))),
@@ -428,7 +443,9 @@ def test_at_lag_one_the_interpolated_proximal_policy_is_the_samplers():
 
 
 def test_with_the_trainers_own_as_proximal_policy_the_gradient_is_that_of_truncated_reinforce():
-    _, gradient, *_ = computed(BASE, TrainOptions(loss="decoupled_ppo", proximal="previous", truncate=1.2))
+    """As in a run's first step, when none before it is known."""
+    first = replace(BASE, proximal_logprobs=None)
+    _, gradient, *_ = computed(first, TrainOptions(loss="decoupled_ppo", proximal="previous", truncate=1.2))
     _, expected, *_ = computed(BASE, TrainOptions(loss="reinforce", truncate=1.2))
     np.testing.assert_allclose(gradient, expected, rtol=1e-9)
 
