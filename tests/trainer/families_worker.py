@@ -203,7 +203,8 @@ def main(folder: Path) -> None:
             begin_save(build_engine(chunks, config, options), channel, results / f"saved_{layout}_{name}", 1), channel, 120.0
         )
 
-    def counted(name: str, options: TrainOptions) -> None:
+    def counted(layout: str, name: str, options: TrainOptions) -> None:
+        """Of each rank: bytes that it reads of each tensor, and its memory."""
         config = read_model_config(folder / name)
         chunks = build_model(config, options)
         for chunk in chunks:
@@ -218,9 +219,11 @@ def main(folder: Path) -> None:
 
         load_weights(chunks, config, source())
         parameters = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
-        found = {"before": before, "parameters": parameters, "peak": max(max(x.memory) for x in tensors.values())}
+        peak = max(memory for tensor in tensors.values() for memory in tensor.memory)
+        found = {"before": before, "parameters": parameters, "peak": peak}
         found |= {key: sum(tensor.reads) for key, tensor in tensors.items()}
-        report(f"counted_{name}", {key: np.array(value) for key, value in found.items()})
+        of_ranks = Channel(60.0).gather(found)
+        report(f"counted_{layout}_{name}", {key: np.array([one[key] for one in of_ranks]) for key in found})
 
     def restart(options: TrainOptions) -> None:
         leave_groups()
@@ -254,7 +257,7 @@ def main(folder: Path) -> None:
         replayed("sequence", "qwen3_moe", replace(split, sequence_parallel=True))
         drawn("tensor", "qwen3_moe", split)
         save("tensor", "mistral", split)
-        counted("large", split)
+        counted("tensor", "large", split)
         adapted("tensor", replace(adapters, tensor_parallel=2))
         adapted("sequence", replace(adapters, tensor_parallel=2, sequence_parallel=True))
         sent_in_buckets("large", replace(adapters, tensor_parallel=2, sequence_parallel=True, dtype="bfloat16"))
@@ -265,13 +268,20 @@ def main(folder: Path) -> None:
         replayed("experts", "qwen3_moe", experts)
         drawn("experts", "qwen3_moe", experts)
         save("experts", "qwen3_moe", experts)
+        for name in ("qwen3_moe", "qwen3_moe_fused"):
+            counted("experts", name, experts)
         restart(adapters)
         adapted("data", replace(adapters, distributed_optimizer=True))
         stages = replace(one, pipeline_parallel=2)
         restart(stages)
         drawn("stages", "qwen3_moe", stages)
         save("stages", "llama_yarn", stages)
+        for name in ("large", "llama_yarn"):
+            counted("stages", name, stages)
         adapted("stages", replace(adapters, pipeline_parallel=2))
+        both = replace(split, sequence_parallel=True, expert_parallel=2)
+        restart(both)
+        counted("tensor_experts", "qwen3_moe", both)
     stop_groups()
 
 

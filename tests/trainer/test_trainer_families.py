@@ -164,9 +164,11 @@ def test_a_value_head_is_trained_and_saved_with_adapters(families):
 def test_adapters_do_not_depend_on_the_layout(families, ranks, layout):
     found, expected = families[ranks, f"adapted_{layout}"], families[1, "adapted_one"]
     np.testing.assert_allclose(found["losses"][:, 0], expected["losses"][:, 0], atol=1e-5)
-    np.testing.assert_allclose(found["losses"][:, 1], expected["losses"][:, 1], rtol=1e-3)
+    np.testing.assert_allclose(found["losses"][:, 1], expected["losses"][:, 1], rtol=1e-4)
     assert len(set(expected["losses"][:, 0])) == 3
-    np.testing.assert_allclose(found["resumed"], expected["losses"][2], rtol=1e-3, atol=1e-5)
+    loss, norm = found["resumed"]
+    assert loss == pytest.approx(expected["losses"][2, 0], abs=1e-5)
+    assert norm == pytest.approx(expected["losses"][2, 1], rel=1e-4)
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, "one"), (1, "values"), *ADAPTED])
@@ -201,22 +203,6 @@ def test_a_window_hides_what_lies_before_it(families):
 def test_drawn_weights_do_not_depend_on_the_layout(families, layout):
     expected = dict(random_weights(read_model_config(families.folder / "qwen3_moe"), SEED))
     assert_equal_bits(families[2, f"drawn_{layout}_qwen3_moe"], expected)
-
-
-def test_a_rank_reads_its_own_shards_and_holds_no_more(families):
-    found = dict(families[2, "counted_large"])
-    before, parameters, peak = (int(found.pop(name)) for name in ("before", "parameters", "peak"))
-    whole = {name: tensor.nbytes for name, tensor in tensors_of(families.folder / "large").items()}
-    assert found.keys() == whole.keys()
-    for name, size in whole.items():
-        if name.endswith("norm.weight"):
-            assert found[name] == size, name
-        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
-            assert found[name] == 500 * 512 * 4, name  # of 999 rows the first rank has 500
-        else:
-            assert found[name] == size // 2, name
-    assert sum(found.values()) == parameters > 16e6
-    assert peak - before < 0.1 * parameters
 
 
 @pytest.mark.parametrize(("layout", "name"), [("tensor", "mistral"), ("experts", "qwen3_moe"), ("stages", "llama_yarn")])
