@@ -15,69 +15,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults" / "inject"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from checkpoint_layouts import DENSE, LAYOUTS, MODELS, OPTIONS, PLAIN, RECENT, SHARED, VALUES, origins
 from fault_layer import WRITES, FaultLayer, Operation
+from ranks import free_port, rank_environment
 from trained import steps
-from trainer_data import BASE
 
-from prl.config.hf_config import model_config
 from prl.runfolder.manifest import Manifest, newest_manifest, write_manifest
 from prl.runfolder.paths import RunFolder
 from prl.trainer.options import TrainOptions
-
-PLAIN = TrainOptions(learning_rate=1e-3, clip_grad=1.0, weight_decay=0.01, warmup_steps=5)
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-DENSE = model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True})
-MODELS = {
-    "dense": DENSE,
-    "proximal": DENSE,
-    "value_head": DENSE,
-    "experts": model_config(BASE | EXPERTS | {"model_type": "qwen3_moe", "tie_word_embeddings": False, "num_hidden_layers": 2}),
-}
-# Bounds so near to the policy before that they hold often: it decides the loss.
-RECENT = replace(PLAIN, loss="decoupled_ppo", clip_low=1e-3, clip_high=1e-3, proximal="previous")
-VALUES = replace(PLAIN, value_head=True, gae_lambda=0.9)
-OPTIONS = {"dense": PLAIN, "proximal": RECENT, "value_head": VALUES, "experts": PLAIN}
-# Of two ranks; those whose names end alike have optimizers of one kind, and may go on from each other's checkpoints.
-SHARED = {"distributed_optimizer": True}
-STAGES = {"pipeline_parallel": 2}
-CONTEXT = {"context_parallel": 2}  # without Transformer Engine: see gathered_attention.py
-LAYOUTS = {
-    "dense": {
-        "tensor": {"tensor_parallel": 2},
-        "stages": STAGES,
-        "turns": STAGES | {"virtual_pipeline": 2},
-        "data": {},
-        "context": CONTEXT,
-        "tensor_shared": SHARED | {"tensor_parallel": 2},
-        "stages_shared": SHARED | STAGES,
-        "data_shared": SHARED,
-        "context_shared": SHARED | CONTEXT,
-    },
-    "proximal": {
-        "tensor": {"tensor_parallel": 2},
-        "turns": STAGES | {"virtual_pipeline": 2},
-    },
-    "value_head": {
-        "tensor": {"tensor_parallel": 2, "sequence_parallel": True},
-        "turns": STAGES | {"virtual_pipeline": 2},
-        "stages_shared": SHARED | STAGES,
-        "data_shared": SHARED,
-    },
-    "experts": {
-        "experts": {"expert_parallel": 2},
-        "data": {},
-        "experts_shared": SHARED | {"expert_parallel": 2},
-        "data_shared": SHARED,
-    },
-}
-
-
-def origins(model: str, layout: str) -> list[tuple[int, str]]:
-    """Ranks and layout of the checkpoints from which this layout goes on: its own, its neighbour's, and one rank's."""
-    shared = layout.endswith("_shared")
-    kin = [other for other in LAYOUTS[model] if other.endswith("_shared") is shared]
-    neighbour = kin[(kin.index(layout) + 1) % len(kin)]
-    return [(2, layout), (2, neighbour), (1, "one_shared" if shared else "one")]
 
 
 class Killed(BaseException):
@@ -90,6 +35,7 @@ def main(folder: Path) -> None:
     device.install(1)
     import torch
     from gathered_attention import attention_of
+    from optimizer_state import optimizer_state
     from regroup import leave_groups
     from torch.distributed.checkpoint import filesystem
 
@@ -129,12 +75,14 @@ def main(folder: Path) -> None:
         engine = engine_of(options, model)
         steps(engine, 1, 2)
         save(engine, results / model / layout, 2)
-        report(f"went_on_{model}_{layout}", {"steps": steps(engine, 3, 4)})
+        found = optimizer_state(engine)
+        report(f"went_on_{model}_{layout}", found | {"steps": steps(engine, 3, 4)})
 
     def resume_in(model: str, layout: str, options: TrainOptions, saved_by: int, saved_as: str) -> None:
         engine = engine_of(options, model)
         assert load_checkpoint(engine, folder / f"ranks_{saved_by}" / model / saved_as) == 2
-        report(f"resumed_{model}_{layout}_from_{saved_by}_{saved_as}", {"steps": steps(engine, 3, 4)})
+        found = optimizer_state(engine)
+        report(f"resumed_{model}_{layout}_from_{saved_by}_{saved_as}", found | {"steps": steps(engine, 3, 4)})
 
     def layouts() -> None:
         for model, splits in LAYOUTS.items():
@@ -149,6 +97,9 @@ def main(folder: Path) -> None:
                 relayout(options)
                 for saved in origins(model, layout):
                     resume_in(model, layout, options, *saved)
+        refused()
+
+    def refused() -> None:
         words = {}
         for key, options in (
             ("distributed_optimizer", PLAIN),
@@ -162,6 +113,13 @@ def main(folder: Path) -> None:
             except ValueError as error:
                 words[key] = np.array(str(error))
         report("refused", words)
+
+    def shrunk() -> None:
+        """One rank goes on from what two have saved in each of their splits."""
+        for model, splits in LAYOUTS.items():
+            for layout in splits:
+                name, split = ("one_shared", SHARED) if layout.endswith("_shared") else ("one", {})
+                resume_in(model, name, replace(OPTIONS[model], **split), 2, layout)
 
     def copies() -> None:
         """What is saved is the version of the save's beginning, whatever is trained while it is written."""
@@ -430,11 +388,12 @@ def main(folder: Path) -> None:
     if ranks == 1:
         for model, options in OPTIONS.items():
             save_in(model, "one", options)
-            if "data_shared" in LAYOUTS[model]:
+            if any(layout.endswith("_shared") for layout in LAYOUTS[model]):
                 save_in(model, "one_shared", replace(options, **SHARED))
-        for model in ("dense", "proximal", "value_head"):
+        for model in ("dense", "proximal", "value_head", "half"):
             resume_in(model, "one", OPTIONS[model], 1, "one")
-        resume_in("value_head", "one_shared", replace(VALUES, **SHARED), 1, "one_shared")
+        for model in ("value_head", "half"):
+            resume_in(model, "one_shared", replace(OPTIONS[model], **SHARED), 1, "one_shared")
         with_and_without_proximal()
         copies()
         skipped("one", PLAIN)
@@ -446,6 +405,13 @@ def main(folder: Path) -> None:
         interrupted(engine_of(PLAIN))
     else:
         layouts()
+        torch.distributed.barrier()
+        stop_groups()
+        if rank:
+            return
+        os.environ.update(rank_environment(0, 1, free_port()))
+        start_groups(PLAIN, timeout_s=60.0)
+        shrunk()
     torch.distributed.barrier()
     stop_groups()
 

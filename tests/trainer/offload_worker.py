@@ -15,7 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkpoint_worker import DENSE, PLAIN
+from checkpoint_layouts import DENSE, PLAIN
 from trained import steps
 
 # An epsilon beside which gradients are small: without it Adam would not see whether they were clipped.
