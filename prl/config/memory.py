@@ -10,8 +10,10 @@ times the width (both norms' inputs and outputs), queries, keys and values befor
 attention's output (fused attention keeps no scores), and four times the feed-forward width (gate, up, the activated gate, their
 product); a token that goes to k experts has k times an expert's feed-forward width, and its states before and after each. Heads
 and feed-forward widths are divided by the tensor parallelism, the rest only with sequence parallelism; tokens by the context
-parallelism, without what fills sequences up for it. A pipeline's first stage holds as many micro-batches as there are stages
-(one-forward-one-backward schedule; with v turns (p - 1) / (p v) more, ibid., section 4.2.3).
+parallelism, without what fills sequences up for it. Of more tensor-parallel ranks than key-value heads each gathers, and keeps,
+the queries, keys and values of all, of which it takes its own queries and the key and the value that go with them. A pipeline's
+first stage holds as many micro-batches as there are stages (one-forward-one-backward schedule; with v turns (p - 1) / (p v)
+more, ibid., section 4.2.3).
 
 A checkpoint is written from a copy in the host's memory, of parameters, optimizer's state and proximal policy. Of ranks that
 hold the same, the first one makes it; a distributed optimizer's state is gathered there, with the parameters in float32.
@@ -246,6 +248,8 @@ def _activations(model: ModelConfig, train: TrainOptions, layout: Layout, tokens
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     width = tokens * model.hidden_size // split
     attention = 2 * width + tokens * 3 * (queries + keys) // layout.tensor
+    if layout.tensor > model.kv_heads:
+        attention = 2 * width + tokens * (queries + 2 * keys + 2 * queries // layout.tensor + model.head_dim)
     if model.experts:
         routed = tokens // split * model.experts_per_token
         feed_forward = 2 * width + routed * (2 * model.hidden_size + 4 * model.expert_ffn_size)

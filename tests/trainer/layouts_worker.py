@@ -1,7 +1,6 @@
 """One rank of a trainer in one layout after another: `layouts_worker.py FOLDER`. Rank 0 writes what came out of each to
 FOLDER/ranks_<n>/<layout>.npz, for the tests to compare with those of one rank."""
 
-import math
 import os
 import sys
 from collections import Counter
@@ -13,136 +12,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trainer_data import BASE, facts, merged, microbatches, without_reference
+from layouts import LAYOUTS, MODELS, OPTIONS, SHAPES
+from trainer_data import alone, facts, merged, microbatches, without_reference
 
-from prl.config.hf_config import ModelConfig, model_config
+from prl.config.hf_config import ModelConfig
 from prl.config.layout import layout_of
 from prl.streams.records import MicroBatch
 from prl.trainer.options import TrainOptions
-
-OPTIONS = TrainOptions(
-    learning_rate=1e-3,
-    clip_grad=1e6,
-    entropy_coefficient=0.01,
-    kl_coefficient=0.1,
-    weight_decay=0.01,
-    reference="initial",
-    peak_tflops=1.0,
-)
-TIED = model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True})
-EXPERTS = model_config(
-    BASE
-    | {"model_type": "qwen3_moe", "tie_word_embeddings": False, "num_hidden_layers": 2}
-    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-)
-BIASED = model_config(
-    {key: value for key, value in BASE.items() if key != "head_dim"} | {"model_type": "qwen2", "tie_word_embeddings": False}
-)
-MODELS: dict[str, ModelConfig] = {
-    "tied": TIED,
-    "values": TIED,  # with a value head
-    "biased": BIASED,
-    "sequences": BIASED,  # with a loss of whole sequences
-    "untied": model_config(BASE | {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4}),
-    "experts": EXPERTS,
-    "routed": EXPERTS,  # tokens go to experts that were recorded
-}
-SPLIT = {"tensor_parallel": 2, "sequence_parallel": True}
-STAGES = {"pipeline_parallel": 2}
-TURNS = STAGES | {"virtual_pipeline": 2}
-SHARED = {"distributed_optimizer": True}
-CONTEXT = {"context_parallel": 2}  # without Transformer Engine: see gathered_attention.py
-SEQUENCES = {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.1, "sequence_mask_low": 0.9, "sequence_mask_high": 1.2}
-VALUES = {"value_head": True, "gae_gamma": 0.99, "gae_lambda": 0.9, "value_rate_factor": 10.0, "kl_place": "reward"}
-
-# Ranks, then the model, then its layouts. "merged" is one micro-batch of the same tokens, "idle" too: it leaves ranks none.
-LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
-    1: {
-        "tied": {"one": {}, "one_merged": {}, "one_recomputed": {"recompute": "full"}, "one_half": {"dtype": "bfloat16"}},
-        "untied": {"one": {}, "one_recomputed": {"recompute": "selective"}},
-        "biased": {"one": {}},
-        "experts": {"one": {}, "one_recomputed": {"recompute": "selective"}},
-        "routed": {"one": {}, "one_recomputed": {"recompute": "full"}},
-        "sequences": {"one": SEQUENCES},
-        "values": {
-            "one": VALUES,
-            "one_merged": VALUES,
-            "one_half": VALUES | {"dtype": "bfloat16"},
-            "one_stopped": VALUES | {"value_stop_gradient": True},
-            "one_slight": VALUES | {"value_coefficient": 1e-9},
-        },
-    },
-    2: {
-        "tied": {
-            "tensor": {"tensor_parallel": 2},
-            "sequence": SPLIT,
-            "stages": STAGES,
-            "stages_merged": STAGES,
-            "turns": TURNS,
-            "data": {},
-            "data_idle": {},
-            "data_shared": SHARED,
-            "context": CONTEXT,
-            "context_merged": CONTEXT | {"recompute": "full"},
-            "context_shared": CONTEXT | SHARED,
-        },
-        "untied": {"stages": STAGES},
-        "biased": {"tensor": {"tensor_parallel": 2}, "sequence": SPLIT, "stages": STAGES, "data_shared": SHARED},
-        "sequences": {"context": SEQUENCES | CONTEXT},
-        "experts": {
-            "sequence": SPLIT,
-            "experts": {"expert_parallel": 2},
-            "experts_recomputed": {"expert_parallel": 2, "recompute": "full"},
-            "experts_idle": {"expert_parallel": 2},
-            "context_experts": CONTEXT | {"expert_parallel": 2},
-            "sequence_experts": SPLIT | {"expert_parallel": 2},
-        },
-        "routed": {
-            "sequence_experts": SPLIT | {"expert_parallel": 2},
-            "stages_recomputed": STAGES | {"recompute": "full"},
-            "data": {},
-            "context": CONTEXT,
-        },
-        "values": {
-            "tensor": VALUES | {"tensor_parallel": 2},
-            "sequence": VALUES | SPLIT,
-            "stages": VALUES | STAGES,
-            "data_shared_idle": VALUES | SHARED,
-            "context": VALUES | CONTEXT,
-        },
-    },
-    4: {
-        "tied": {
-            "sequence_stages": SPLIT | STAGES,
-            "sequence_data_shared": SPLIT | SHARED,
-            "stages_data_shared": STAGES | SHARED,
-            "turns_data": TURNS,
-            "half_shared": STAGES | SHARED | {"dtype": "bfloat16"},
-            "sequence_context": SPLIT | CONTEXT,
-            "stages_context": STAGES | CONTEXT,
-            "context_data_shared": CONTEXT | SHARED,
-            "context": {"context_parallel": 4},
-        },
-        "sequences": {"context_data_idle": SEQUENCES | CONTEXT},
-        "untied": {"four_stages": {"pipeline_parallel": 4}},
-        "experts": {
-            "experts_data_shared": SHARED | {"expert_parallel": 2},
-            "sequence_experts": SPLIT | {"expert_parallel": 4},
-            "stages_experts": STAGES | {"expert_parallel": 2},
-            "all": SPLIT | STAGES | SHARED | {"expert_parallel": 2},
-            "sequence_context_experts": SPLIT | CONTEXT | {"expert_parallel": 4},
-        },
-        "values": {
-            "sequence_turns": VALUES | SPLIT | TURNS,
-            "sequence_data_shared": VALUES | SPLIT | SHARED,
-            "sequence_context": VALUES | SPLIT | CONTEXT,
-        },
-    },
-    8: {
-        "tied": {"all": SPLIT | TURNS | SHARED, "all_merged": SPLIT | STAGES | {"recompute": "selective"}},
-        "experts": {"all": SPLIT | STAGES | SHARED | {"expert_parallel": 2}},
-    },
-}
 
 
 def main(folder: Path) -> None:
@@ -282,13 +158,15 @@ def main(folder: Path) -> None:
             batches = [routed(batch, seed) for seed, batch in enumerate(batches)]
         if name.endswith(("_merged", "_idle")):
             batches = [merged(batches)]
+        elif name.endswith("_alone"):
+            batches = alone(batches)
         mine = batches[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
-        if ranks == 1:
+        if ranks == 1 or name == "tensor":
             found["kept_bytes"] = np.array(kept_bytes(engine))
         for step in (1, 2):
             metrics = train_step(engine, mine, facts(step))
             told = channel.gather({key: x for key, x in metrics.items() if not key.endswith(("_s", "/mfu"))})
-            assert all(other == told[0] or _nearly(other, told[0]) for other in told)
+            assert told == [told[0]] * ranks, told
             found |= {f"{step}:{key}": np.array(value) for key, value in metrics.items()}
             if step == 1:
                 made = gradients(engine) | value_head(engine, channel, "main_grad")
@@ -300,6 +178,23 @@ def main(folder: Path) -> None:
             np.savez(results / f"{model}_{name}.npz", **found)
         leave_groups()
 
+    def shapes() -> None:
+        """What Megatron says to models of these shapes, as tensor-parallel ranks."""
+        options = replace(OPTIONS, tensor_parallel=ranks)
+        start_groups(options, timeout_s=120.0)
+        said = {}
+        for shape, config in SHAPES.items():
+            try:
+                build_model(config, options)
+                said[shape] = np.array("")
+            except (ValueError, AssertionError) as error:
+                said[shape] = np.array(str(error) or "refused")
+        if rank == 0:
+            np.savez(results / "shapes.npz", **said)
+        leave_groups()
+
+    if ranks == 4:
+        shapes()
     for model, layouts in LAYOUTS[ranks].items():
         for name, changes in layouts.items():
             if len(sys.argv) < 3 or sys.argv[2] in f"{model}_{name}":
@@ -313,10 +208,6 @@ def routed(batch: MicroBatch, seed: int) -> MicroBatch:
     found = np.random.default_rng(seed).permuted(every, axis=-1)[:, :, :2]
     found[:3] = -1
     return replace(batch, routings=found)
-
-
-def _nearly(one: dict[str, float], other: dict[str, float]) -> bool:
-    return one.keys() == other.keys() and all(math.isclose(one[key], other[key], rel_tol=1e-6) for key in one)
 
 
 if __name__ == "__main__":

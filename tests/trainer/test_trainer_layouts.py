@@ -7,15 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from layouts_worker import LAYOUTS, MODELS, OPTIONS
+from layouts import LAYOUTS, MODELS, OPTIONS, SHAPES
 from ranks import Results, run_ranks
 from trainer_data import LENGTHS
 
-from prl.config.layout import layout_problems
+from prl.config.layout import layout_problems, tensor_misfit
 from prl.config.memory import rank_memory
 from prl.trainer.flops import step_flops
 
 WORKER = Path(__file__).with_name("layouts_worker.py")
+pytestmark = pytest.mark.deadline(900)
 ALL = [
     pytest.param(ranks, model, name, marks=pytest.mark.slow if ranks > 2 else ())
     for ranks, models in LAYOUTS.items()
@@ -24,6 +25,7 @@ ALL = [
 ]
 OTHERWISE = {"half", "stopped", "slight"}  # in names: not as one rank is
 EXACT = [case for case in ALL if not OTHERWISE & set(case.values[2].split("_")) and case.values[::2] != (1, "one")]
+HALF = [case for case in ALL if "half" in case.values[2].split("_")]
 
 
 class Launches(Results):
@@ -116,15 +118,30 @@ def test_weights_after_some_steps_are_those_of_one_rank(results, ranks, model, n
         assert np.median(difference) < 1e-5, key
 
 
-@pytest.mark.parametrize(
-    ("ranks", "model", "name"),
-    [(1, "tied", "one_half"), (1, "values", "one_half"), pytest.param(4, "tied", "half_shared", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("ranks", "model", "name"), HALF)
 def test_half_precision_is_near(results, ranks, model, name):
+    """bfloat16 rounds by up to 2^-9, in the mean square by a third of its square. On their way back from the loss of a token
+    gradients go through some two hundred such roundings (45 a layer), which add up to sqrt(200 / 3) / 2^9 = 1.6 %, of what
+    depends on little more for a part of the tensors. What ranks forget to add up would be half of a tensor's, or all."""
     half, full = results[ranks, f"{model}_{name}"], results[1, f"{model}_one"]
     for step in (1, 2):
         assert float(half[f"{step}:train/loss"]) == pytest.approx(float(full[f"{step}:train/loss"]), abs=0.05)
-        assert float(half[f"{step}:train/grad_norm"]) == pytest.approx(float(full[f"{step}:train/grad_norm"]), rel=0.1)
+        assert float(half[f"{step}:train/grad_norm"]) == pytest.approx(float(full[f"{step}:train/grad_norm"]), rel=0.02)
+    expected = parts(full, "gradient:")
+    off = {key: half[f"gradient:{key}"] - values for key, values in expected.items()}
+    for key, values in expected.items():
+        assert np.linalg.norm(off[key]) < 0.1 * np.linalg.norm(values), key
+    assert norm_of_all(off) < 0.04 * norm_of_all(expected)
+
+
+def norm_of_all(tensors: Mapping[str, np.ndarray]) -> float:
+    return float(np.sqrt(sum(np.square(values).sum() for values in tensors.values())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_megatron_lays_out_what_is_not_refused_before_submission_and_nothing_else(results, shape):
+    assert bool(tensor_misfit(SHAPES[shape], 4)) is bool(str(results[4, "shapes"][shape]))
 
 
 def test_recorded_experts_make_other_steps(results):
@@ -192,8 +209,14 @@ def test_selective_recomputation_keeps_nothing_of_feed_forward_layers_but_their_
     assert found < whole
 
 
-def test_activations_are_near_the_estimate(results):
-    """A CPU keeps some more: its norms are not fused, and attention's output comes out of its padding as a copy."""
+@pytest.mark.parametrize(
+    ("ranks", "model", "name"),
+    [(1, "untied", "one"), *(pytest.param(4, model, "tensor", marks=pytest.mark.slow) for model in ("biased", "one_key"))],
+)
+def test_activations_are_near_the_estimate(results, ranks, model, name):
+    """A CPU keeps some more: its norms are not fused, which weighs more where ranks share the rest, and attention's output
+    comes out of its padding as a copy. Without what more ranks than keys gather, the estimate would be 1.7 times too low."""
     tokens = 96
-    estimated = rank_memory(MODELS["untied"], OPTIONS, 1, tokens, 0).activations - 4 * tokens * MODELS["untied"].hidden_size
-    assert estimated < float(results[1, "untied_one"]["kept_bytes"]) < 1.3 * estimated
+    options = replace(OPTIONS, **LAYOUTS[ranks][model][name])
+    estimated = rank_memory(MODELS[model], options, ranks, tokens, 0).activations - 4 * tokens * MODELS[model].hidden_size
+    assert estimated < float(results[ranks, f"{model}_{name}"]["kept_bytes"]) < (1.3 if ranks == 1 else 1.45) * estimated

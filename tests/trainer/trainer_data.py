@@ -1,6 +1,7 @@
 """Data that the trainer's workers and the tests of their results make alike."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,6 +19,16 @@ BASE = {  # config.json of tiny models, but for their family
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 64,
 }
+PER_TOKEN = (
+    "tokens",
+    "positions",
+    "loss_weights",
+    "advantages",
+    "old_logprobs",
+    "reference_logprobs",
+    "lags",
+    "routings",
+)
 LENGTHS = ((7, 12, 2), (5, 9, 3, 11), (12, 12))  # of the sequences in three micro-batches
 
 
@@ -48,7 +59,19 @@ def merged(batches: list[MicroBatch]) -> MicroBatch:
         reference_logprobs=join("reference_logprobs"),
         lags=join("lags"),
         rollouts=(),
+        routings=join("routings"),
     )
+
+
+def alone(batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The same sequences, each as a micro-batch of its own."""
+
+    def part(batch: MicroBatch, start: int, end: int) -> MicroBatch:
+        rows = {name: getattr(batch, name) for name in PER_TOKEN}
+        cut = {name: values if values is None else values[start:end] for name, values in rows.items()}
+        return replace(batch, boundaries=np.array([0, end - start], np.int32), **cut)
+
+    return [part(batch, start, end) for batch in batches for start, end in pairwise(batch.boundaries.tolist())]
 
 
 def rewarded() -> list[MicroBatch]:
