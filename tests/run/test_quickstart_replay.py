@@ -29,7 +29,9 @@ def test_a_replay_has_the_losses_of_the_original(quickstart, tmp_path, source):
     for event, original in zip(events, quickstart.events("step", attempt=1), strict=False):
         assert event.step == original.step
         for name in ("train/loss", "train/grad_norm", "train/entropy", "data/reward_mean", "data/rollouts"):
-            assert event.values[name] == pytest.approx(original.values[name], abs=1e-6, rel=1e-6), (event.step, name)
+            # The same step files make the same bits; those built anew may hold the same rollouts in another order.
+            expected = original.values[name] if source == "steps" else pytest.approx(original.values[name], abs=1e-6, rel=1e-6)
+            assert event.values[name] == expected, (event.step, name)
     logs = {path.name for path in replayed.folder.logs(1).glob("*.log")}
     assert {"trainer-0.log", "trainer-1.log"} <= logs
     assert not any(name.startswith(("sampler", "actor")) for name in logs)

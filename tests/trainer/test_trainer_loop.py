@@ -396,5 +396,7 @@ def test_a_run_without_samplers_trains_from_another_runs_step_files(run, results
     assert replayed.offered == ["0:0", "0:1", "0:2"]
     expected = results[RANKS, "step_reference"]
     for step in (1, 2):
+        for name in ("train/loss", "train/grad_norm", "train/kl"):
+            assert replayed.metrics[step][name] == run.metrics[step][name]  # bit for bit
         assert replayed.metrics[step]["train/loss"] == pytest.approx(float(expected[f"{step}:train/loss"]), abs=1e-6)
     assert replayed.checkpoints == replayed.finished == [2]

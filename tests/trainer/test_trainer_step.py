@@ -330,8 +330,9 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(results, ra
 
 
 def test_checkpoint_may_be_resumed_with_other_tensor_parallelism(results):
-    found = results[2, "checkpoint"]
-    np.testing.assert_allclose(found["resumed_from_one"], found["went_on"], atol=1e-4)
+    resumed, went_on = results[2, "checkpoint"]["resumed_from_one"], results[1, "checkpoint"]["went_on"]
+    np.testing.assert_allclose(resumed[:, 0], went_on[:, 0], atol=1e-5)
+    np.testing.assert_allclose(resumed[:, 1], went_on[:, 1], rtol=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
