@@ -11,6 +11,11 @@
 #   slurmlab.sh kill-slurmd NODE  the node's daemon alone
 #   slurmlab.sh start-node NODE   bring the node back
 #   slurmlab.sh cut NODE          cut the node's network (MODE=netns); heal NODE mends it
+#   slurmlab.sh processes NODE    print the ids of the node's processes: its daemon, steps and tasks with all that they started
+#
+# Jobs of the partition urgent take the nodes of those of main (the default): these are sent SIGTERM and have main's GraceTime
+# until they are put into the queue again. Another way to do that: scontrol update PartitionName=main GraceTime=5
+# PreemptMode=CANCEL. In MODE=netns a node has its own /dev/shm as well, which is gone with its last process.
 #
 # Settings, from the environment:
 #   LAB_ID  1 ... 254  keeps clusters apart: ports and the network 10.77.<LAB_ID>.0/24 (default 1)
@@ -125,6 +130,9 @@ DefMemPerCPU=10
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,bf_continue,bf_yield_interval=1000000,sched_interval=1,sched_min_interval=0,batch_sched_delay=0,max_rpc_cnt=0
 PriorityType=priority/basic
+# a job of a partition of a higher PriorityTier may have the nodes of those below it
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 EpilogMsgTime=0
 CompleteWait=0
 KillWait=15
@@ -142,7 +150,7 @@ CONF
   if [ "$ACCT" = 1 ]; then
     cat <<CONF
 AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=127.0.0.1
+AccountingStorageHost=$controller
 AccountingStoragePort=$ACCOUNTING_PORT
 AccountingStoragePass=$LAB/run/munge.sock
 AccountingStorageTRES=gres/gpu
@@ -157,7 +165,8 @@ CONF
     if [ "$MODE" = netns ]; then echo "NodeName=n$k NodeHostname=n$k NodeAddr=$NETWORK.$k Port=$NODE_PORT $claims"
     else echo "NodeName=n$k NodeHostname=$HOST NodeAddr=127.0.0.1 Port=$((NODE_PORT + k)) $claims"; fi
   done
-  echo "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO"
+  echo "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO PriorityTier=1 GraceTime=20"
+  echo "PartitionName=urgent Nodes=ALL MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO PriorityTier=2"
 }
 
 write_gres_conf() { # fake accelerators must be character devices, or the nodes stay invalid
@@ -174,11 +183,13 @@ write_gres_conf() { # fake accelerators must be character devices, or the nodes 
 }
 
 write_slurmdbd_conf() {
+  local address=127.0.0.1
+  [ "$MODE" = netns ] && address=$NETWORK.254 # which the nodes reach, too: sacct is asked there as well
   cat <<CONF
 AuthType=auth/munge
 AuthInfo=socket=$LAB/run/munge.sock
 DbdHost=localhost
-DbdAddr=127.0.0.1
+DbdAddr=$address
 DbdPort=$ACCOUNTING_PORT
 SlurmUser=$USER_NAME
 PidFile=$LAB/run/slurmdbd.pid
@@ -212,12 +223,13 @@ start_networks() {
   done
 }
 
-in_node() { # NODE COMMAND...: with the node's network, host name and /etc/hosts
-  local node=$1
+in_node() { # NODE COMMAND...: with the node's network, host name, /etc/hosts and /dev/shm
+  local node=$1 shm='mount -t tmpfs -o mode=1777 shm /dev/shm &&'
   shift
+  [[ $LAB/ != /dev/shm/* ]] || shm='' # what all nodes share lies there
   # Not `ip netns exec`: its new /sys hides /sys/fs/cgroup, without which slurmd dies.
   nsenter --net="/run/netns/$(namespace "$node")" unshare --uts --mount --propagation slave -- \
-    sh -c 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"' "$node" "$LAB/etc/hosts" "$@"
+    sh -c 'hostname "$0" && mount --bind "$1" /etc/hosts && '"$shm"' shift && exec "$@"' "$node" "$LAB/etc/hosts" "$@"
 }
 
 start_node() {
@@ -337,6 +349,7 @@ case ${1:-} in
   start-node) start_node "$2" ;;
   cut) ip link set "v$LAB_ID-$2" down ;;
   heal) ip link set "v$LAB_ID-$2" up ;;
+  processes) node_pids "$2" ;;
   -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0" ;;
   *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0" >&2; exit 2 ;;
 esac

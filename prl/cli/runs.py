@@ -11,6 +11,7 @@ from prl.cli.interrupts import Cancelled
 from prl.cli.job_end import follow_job, how_to_end
 from prl.cluster.processes import end_processes, first_processes, processes_of
 from prl.cluster.record import Record, read_record
+from prl.cluster.silent_end import silent_end
 from prl.cluster.slurm import job_rows, jobs_in_queue
 from prl.cluster.slurm_output import WAITING, JobRow, fold_states, has_ended
 from prl.cluster.submission import reopen
@@ -29,7 +30,7 @@ def show_status(path: str, *, follow: bool) -> int:
     print(f"run {run}, attempt {attempt}, {_job(record)}")
     if record.kind == "local":
         here = first_processes(processes_of(run, attempt)) if record.host == os.uname().nodename else []
-        print("\n".join(f"  runs here, process {process.pid}" for process in here) or f"  {_end(run, attempt, record)}")
+        print("\n".join(f"  runs here, process {process.pid}" for process in here) or f"  {_end(run, attempt)}")
         if follow:
             raise ConfigError(f"--follow {path}: a run without Slurm is followed where it was started, on {record.host}")
         return 0
@@ -37,7 +38,7 @@ def show_status(path: str, *, follow: bool) -> int:
     for row in rows:
         print(f"  {_component(record, row)}{_words(row)}")
     if not rows or has_ended(fold_states([row.state for row in rows])):
-        print(f"  {_end(run, attempt, record)}", flush=True)
+        print(f"  {_end(run, attempt, rows)}", flush=True)
     for job_id in record.followers:
         print(f"  behind it in the chain: job {job_id} {_words_of(job_rows(job_id))}", flush=True)
     if not follow:
@@ -62,7 +63,7 @@ def cancel(path: str) -> int:
         return 0
     left = jobs_in_queue([record.job_id, *record.followers])
     if not left:
-        print(f"{_job(record)} has ended: {_end(run, attempt, record)}")
+        print(f"{_job(record)} has ended: {_end(run, attempt, job_rows(record.job_id))}")
         return 0
     reopen(run, attempt).cancel(0)
     was = "is cancelled" if record.job_id in left else "had ended"
@@ -124,8 +125,11 @@ def _time(time: datetime) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _end(run: RunFolder, attempt: int, record: Record) -> str:
+def _end(run: RunFolder, attempt: int, rows: Sequence[JobRow] = ()) -> str:
+    """How the attempt ended, where it says so itself; else what Slurm says of its job."""
     outcome = read_outcome(run.exit(attempt))
     if outcome is not None:
         return f"{outcome.outcome}: {console.printable(outcome.cause)} (exit code {outcome.code})"
+    if rows:
+        return f"it wrote no {run.exit(attempt).name}: {silent_end(rows)[1]}; see {run.logs(attempt)}"
     return f"it wrote no {run.exit(attempt).name}, so that its cause is not known; see {run.logs(attempt)}"

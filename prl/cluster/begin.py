@@ -7,32 +7,22 @@ goes to standard output, nothing where there is none; what was decided, and why,
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from prl.cluster.claims import next_attempt, point_latest, write_canary
 from prl.cluster.record import Record, read_record
 from prl.cluster.run import ProgramError
+from prl.cluster.silent_end import REASONS, write_silent_end
 from prl.cluster.slurm import job_state
 from prl.cluster.slurm_output import has_ended
 from prl.config.load import load
 from prl.config.plain_files import read_plain
-from prl.flow.ending import Decision, Means, Reason, decide
+from prl.flow.ending import Decision, Means, decide
 from prl.runfolder.outcome import read_outcome, steps_before
 from prl.runfolder.paths import RunFolder, listed
 from prl.runfolder.publish import publish
-
-# Why an attempt has ended that could not say so itself, by the state of its job. FAILED and COMPLETED are what Slurm calls one
-# of which a program ended by itself.
-SILENT_ENDS: Mapping[str, Reason] = {
-    **dict.fromkeys(("NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL"), "node failure"),
-    **dict.fromkeys(("TIMEOUT", "DEADLINE"), "time limit"),
-    **dict.fromkeys(("CANCELLED", "REVOKED"), "cancelled"),
-    **dict.fromkeys(("FAILED", "COMPLETED"), "error"),
-    "PREEMPTED": "preempted",
-    "OUT_OF_MEMORY": "out of memory",
-}
 
 
 class BeginError(Exception):
@@ -47,10 +37,14 @@ def begin(run: RunFolder, job_id: str, ask: Callable[[str], str | None] = job_st
     if record.job_id == job_id:
         if not run.plan(last).exists() and not run.exit(last).exists():
             return last, f"job {job_id} begins attempt {last}, with which it had not begun"
+        if not run.exit(last).exists():
+            write_silent_end(run, last, Decision("requeue", "Slurm has put the job into the queue again"))
         return _claim(run, last, record), f"job {job_id} was put into the queue again and goes on as attempt {last + 1}"
     decision = _after(run, last, record, ask)
     if decision.next != "chain":
         return None, f"job {job_id} has nothing to do: attempt {last} was the last one of the run: {decision.words}"
+    if not run.exit(last).exists():
+        write_silent_end(run, last, decision)
     goes_on = _claim(run, last, replace(record, job_id=job_id))
     return goes_on, f"job {job_id} goes on as attempt {goes_on} after attempt {last}: {decision.words}"
 
@@ -70,7 +64,7 @@ def _after(run: RunFolder, last: int, record: Record, ask: Callable[[str], str |
     if state is not None and not has_ended(state):
         raise BeginError(f"{run}: job {record.job_id} of attempt {last} is {state}, and two attempts at once are one too many")
     # One of which nobody knows is worth another attempt: those that train nothing are counted.
-    reason = "node failure" if state is None else SILENT_ENDS[state]
+    reason = "node failure" if state is None else REASONS[state]
     means = Means(requeue=False, chain=1, fruitless=load(run.config).cluster.fruitless_attempts)
     decision = decide(reason, steps_before(run, last + 1), means)
     return replace(decision, words=f"{decision.words} (it left no {run.exit(last).name}, and Slurm {known})")

@@ -1,8 +1,10 @@
 """The one way in which prl runs external programs: an argument list, a time-out, no shell."""
 
 import os
+import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -18,6 +20,17 @@ class Output:
 
 
 Runner = Callable[..., Output]
+
+
+@contextmanager
+def beyond_sigterm() -> Iterator[None]:
+    """Programs that are run here do not get SIGTERM, which Slurm sends, more than once, to all processes of a job that it ends:
+    what it is asked and told then must not end with them. Nor does this thread, until afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a program inherits the mask
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run(

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from prl.cluster.requests import Request
-from prl.cluster.run import Output, ProgramError, Runner, run
+from prl.cluster.run import Output, ProgramError, Runner, beyond_sigterm, run
 from prl.cluster.slurm_output import (
     ACCOUNTING_FIELDS,
     NODE_FORMAT,
@@ -22,6 +22,7 @@ from prl.cluster.slurm_output import (
     parse_expected,
     parse_nodes,
     parse_queue,
+    parse_runs,
 )
 
 LIMIT_S = 60.0  # Slurm keeps time limits by the minute
@@ -177,12 +178,23 @@ def job_rows(job_id: str, runner: Runner = run) -> list[JobRow]:
         return parse_queue(queue.out)
     if queue.code != 0 and "Invalid job id" not in queue.err:
         raise ProgramError(f"squeue: {queue.err.strip() or queue.out.strip()}")
-    account: Output = runner(["sacct", "-X", "-P", "-j", job_id, "-o", ACCOUNTING_FIELDS], timeout_s=30.0, check=False)
-    if account.code != 0:
-        if "accounting storage is disabled" in account.err:
-            return []
-        raise ProgramError(f"sacct: {account.err.strip() or account.out.strip()}")
-    return parse_accounting(account.out)
+    return parse_accounting(_accounting(["-j", job_id], runner))
+
+
+def past_runs(job_id: str, runner: Runner = run) -> list[list[JobRow]]:
+    """What became of a job each time that it was put into the queue, the last time included, as the accounting knows it; a row
+    for each component. Raises ProgramError."""
+    return parse_runs(_accounting(["-D", "-j", job_id], runner))
+
+
+def _accounting(arguments: Sequence[str], runner: Runner) -> str:
+    """What sacct prints, nothing where a cluster keeps no accounts. Raises ProgramError."""
+    answer: Output = runner(["sacct", "-X", "-P", *arguments, "-o", ACCOUNTING_FIELDS], timeout_s=30.0, check=False)
+    if answer.code == 0:
+        return answer.out
+    if "accounting storage is disabled" in answer.err:
+        return ""
+    raise ProgramError(f"sacct: {answer.err.strip() or answer.out.strip()}")
 
 
 def jobs_in_queue(job_ids: Sequence[str], runner: Runner = run) -> list[str]:
@@ -205,13 +217,22 @@ def cluster_name(runner: Runner = run) -> str | None:
     return found[1] if found else None
 
 
-def why_terminated(job_id: str, now: float, runner: Runner = run) -> Literal["preempted", "time limit", "cancelled"]:
-    """Why Slurm sends the job SIGTERM at `now` (seconds since the epoch). Raises ProgramError where it does not answer."""
-    found = _FIELD.findall(runner(["scontrol", "-o", "show", "job", job_id], timeout_s=10.0).out)  # of all components
-    states = {value for name, value in found if name == "JobState"}
+def why_terminated(
+    job_id: str, now: float, restarts: int, runner: Runner = run
+) -> Literal["preempted", "requeued", "node failure", "time limit", "cancelled"]:
+    """Why Slurm sends the job, or a component of it, SIGTERM at `now` (seconds since the epoch). `restarts`: how often it had
+    been put into the queue again before. Raises ProgramError where Slurm does not answer."""
+    with beyond_sigterm():
+        found = _FIELD.findall(runner(["scontrol", "-o", "show", "job", job_id], timeout_s=10.0).out)  # of all components
+    states = {value for name, value in found if name == "JobState"}  # COMPLETING, as long as Slurm waits for its processes
+    reasons = {value for name, value in found if name == "Reason"}
+    if "NODE_FAIL" in states or "NodeDown" in reasons:
+        return "node failure"
     if "PREEMPTED" in states or any(name == "PreemptTime" and _TIME.fullmatch(value) for name, value in found):
         return "preempted"
-    if "TIMEOUT" in states:
+    if any(name == "Restarts" and value.isdecimal() and int(value) > restarts for name, value in found):
+        return "requeued"
+    if "TIMEOUT" in states or "TimeLimit" in reasons:
         return "time limit"
     # Of a job that is cancelled EndTime is now; of one that still runs it is the limit.
     limits = [_seconds(value) for name, value in found if name == "EndTime" and _TIME.fullmatch(value)]
@@ -222,7 +243,8 @@ def why_terminated(job_id: str, now: float, runner: Runner = run) -> Literal["pr
 def requeue(job_id: str, runner: Runner = run) -> None:
     """Put a running job (of a heterogeneous one the whole, by its first component's id) into the queue again, which ends it
     here. Raises ProgramError."""
-    runner(["scontrol", "requeue", job_id], timeout_s=30.0)
+    with beyond_sigterm():
+        runner(["scontrol", "requeue", job_id], timeout_s=30.0)
 
 
 def _seconds(time: str) -> float:

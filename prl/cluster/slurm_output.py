@@ -115,9 +115,25 @@ def parse_queue(text: str) -> list[JobRow]:
 def parse_accounting(text: str) -> list[JobRow]:
     """Rows of `sacct -P`, whose header names ACCOUNTING_FIELDS or more: of each job and component the last one, which is that
     of the present run of a job that was requeued; steps are left out."""
+    rows: dict[tuple[str, int], JobRow] = {}
+    for row in _accounted(text):
+        rows.pop((row.job_id, row.component), None)
+        rows[row.job_id, row.component] = row
+    return list(rows.values())
+
+
+def parse_runs(text: str) -> list[list[JobRow]]:
+    """Rows of `sacct -D -P` of one job: those of its components, once for each time that it was put into the queue."""
+    components: dict[int, list[JobRow]] = {}
+    for row in _accounted(text):
+        components.setdefault(row.component, []).append(row)
+    longest = max(map(len, components.values()), default=0)
+    return [[rows[number] for rows in components.values() if number < len(rows)] for number in range(longest)]
+
+
+def _accounted(text: str) -> Iterator[JobRow]:
     lines = _lines(text)
     names = next(lines, "").split("|")
-    rows: dict[tuple[str, int], JobRow] = {}
     for line in lines:
         cells = dict(zip(names, _cells(line, len(names), "sacct"), strict=True))
         try:
@@ -125,13 +141,9 @@ def parse_accounting(text: str) -> list[JobRow]:
                 continue
             number, component = _job(cells["JobID"])
             start, nodes = _time(cells["Start"]), cells["NodeList"].replace("None assigned", "")
-            rows.pop((number, component), None)
-            rows[number, component] = JobRow(
-                number, component, parse_state(cells["State"]), start, nodes, exit_code=cells["ExitCode"]
-            )
+            yield JobRow(number, component, parse_state(cells["State"]), start, nodes, exit_code=cells["ExitCode"])
         except KeyError as error:
             raise SlurmOutputError(f"sacct: its header {'|'.join(names)!r} has no {error}") from None
-    return list(rows.values())
 
 
 def parse_nodes(text: str) -> list[NodeRow]:

@@ -10,6 +10,7 @@
     bad node        no: it would be given the same nodes again; a person has to leave them out first
     time limit      yes
     preempted       yes
+    requeued        yes: somebody had Slurm put it into the queue again
     node failure    yes
 
 An attempt that is to go on is put into the queue again where Slurm may do that, otherwise the next job of its chain goes on.
@@ -21,10 +22,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 Reason = Literal[
-    "done", "stopped", "cancelled", "quota", "out of memory", "error", "bad node", "time limit", "preempted", "node failure"
+    "done",
+    "stopped",
+    "cancelled",
+    "quota",
+    "out of memory",
+    "error",
+    "bad node",
+    "time limit",
+    "preempted",
+    "requeued",
+    "node failure",
 ]
 Next = Literal["requeue", "chain", "stop"]
-GOES_ON: frozenset[Reason] = frozenset({"time limit", "preempted", "node failure"})
+GOES_ON: frozenset[Reason] = frozenset({"time limit", "preempted", "requeued", "node failure"})
 
 
 @dataclass(frozen=True)

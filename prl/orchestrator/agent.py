@@ -7,7 +7,7 @@ import shlex
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from prl.control.garbage import leave_what_is_loaded
 from prl.control.parent import end_with_parent
 from prl.control.ports import free_port
 from prl.control.token import read_token
-from prl.flow.ending import Means
+from prl.flow.ending import Means, Reason
 from prl.orchestrator.binding import bind
 from prl.orchestrator.main import Orchestrator
 from prl.orchestrator.node import run_agent
@@ -62,15 +62,13 @@ def run_node(run_folder: str) -> None:
         warnings: list[int] = []  # that came before the orchestrator could hear them
         signal.signal(signal.SIGUSR1, lambda number, _: warnings.append(number))
         outcome = _lead(run, attempt, allocation, warnings)
-        if outcome.next == "requeue" and allocation.job_id is not None:
+        if outcome.next == "requeue" and outcome.reason != "requeued" and allocation.job_id is not None:
             _requeue(allocation.job_id)
         say(f"{outcome.detail}{outcome.log_end}\nprl: {outcome.outcome}: {outcome.cause}".lstrip())
         if outcome.outcome != DONE:
             raise RunFailed(outcome.cause)
     else:
         config = load(run.config)
-        if allocation.job_id is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets it, too, and decides
         asyncio.run(_follow(run, attempt, allocation, config))
 
 
@@ -186,16 +184,20 @@ async def _lead_through(
 ) -> Outcome:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, orchestrator.cancel, "cancelled by SIGINT")
-    loop.add_signal_handler(signal.SIGUSR1, orchestrator.leave, WARNED, "time limit")
-    if warnings:  # while the start was looked for
-        orchestrator.leave(WARNED, "time limit")
     if allocation.job_id is None:
+        loop.add_signal_handler(signal.SIGUSR1, orchestrator.leave, WARNED, "time limit")
         loop.add_signal_handler(signal.SIGTERM, orchestrator.cancel, "cancelled by SIGTERM")
     else:
-        terminated = asyncio.Event()
-        loop.add_signal_handler(signal.SIGTERM, terminated.set)
-        asking = asyncio.create_task(_ask_why(terminated, orchestrator, allocation.job_id), name="why Slurm ends the job")
-        orchestrator.watch(asking)
+        why, warned = partial(_why_terminated, allocation.job_id, allocation.restarts), asyncio.Event()
+        loop.add_signal_handler(signal.SIGUSR1, warned.set)
+        if warnings:  # while the start was looked for
+            warned.set()
+        loop.add_signal_handler(signal.SIGTERM, orchestrator.terminated.set)
+        for name, asking in (
+            ("what Slurm warns of", _ask_what_for(warned, orchestrator, why)),
+            ("why Slurm ends the job", _ask_why(orchestrator, why)),
+        ):
+            orchestrator.watch(asyncio.create_task(asking, name=name))
     url = await orchestrator.serve(allocation.host.address)
     publish_json(run.orchestrator_url(attempt), {"url": url})
     agent = asyncio.create_task(
@@ -207,26 +209,49 @@ async def _lead_through(
     return outcome
 
 
-async def _ask_why(terminated: asyncio.Event, orchestrator: Orchestrator, job_id: str) -> None:
-    """Once Slurm has sent SIGTERM: what it does to a job that is cancelled, preempted or over its time."""
-    await terminated.wait()
+def _why_terminated(job_id: str, restarts: int) -> Reason:
+    return why_terminated(job_id, time.time(), restarts)
+
+
+async def _ask_what_for(warned: asyncio.Event, orchestrator: Orchestrator, why: Callable[[], Reason]) -> None:
+    """Once Slurm has sent the signal of --signal: before the time limit, and at a preemption where the site has it so
+    (PreemptParameters=send_user_signal)."""
+    await warned.wait()
+    try:
+        preempted = await asyncio.to_thread(why) == "preempted"
+    except ProgramError as error:
+        say(f"prl: the warning is taken for that of the time limit: {error}")
+        preempted = False
+    if preempted:
+        orchestrator.leave("warned by SIGUSR1: Slurm preempts the job", "preempted")
+    else:
+        orchestrator.leave(WARNED, "time limit")
+
+
+async def _ask_why(orchestrator: Orchestrator, why: Callable[[], Reason]) -> None:
+    """Once Slurm has sent SIGTERM: what it does to a job that is cancelled, preempted or over its time, or that has lost a
+    node, and to a component that is cancelled alone, without which the run cannot go on."""
+    await orchestrator.terminated.wait()
     orchestrator.expect_deaths()  # of all that it sends SIGTERM to beside this process
     try:
-        why = await asyncio.to_thread(why_terminated, job_id, time.time())
+        reason = await asyncio.to_thread(why)
     except ProgramError as error:
         orchestrator.cancel(f"cancelled by SIGTERM, and Slurm does not say why: {error}")
         return
-    if why == "cancelled":
+    if reason == "cancelled":
         orchestrator.cancel("cancelled by SIGTERM")
     else:
-        orchestrator.leave(f"Slurm ends the job with SIGTERM: {why}", why)
+        orchestrator.leave(f"Slurm ends the job with SIGTERM: {reason}", reason)
 
 
 async def _follow(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> None:
-    """Any other node: find rank 0, then do what its plan says."""
+    """Any other node: find rank 0, then do what its plan says. Why Slurm sends SIGTERM here, rank 0 finds out."""
+    terminated = asyncio.Event()
+    if allocation.job_id is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
     url = await _find_orchestrator(run.orchestrator_url(attempt), config.control.start_s)
     token = read_token(run.token)
-    await run_agent(run, attempt, allocation.task, allocation.host.address, url, token, config.control)
+    await run_agent(run, attempt, allocation.task, allocation.host.address, url, token, config.control, terminated)
 
 
 async def _find_orchestrator(path: Path, deadline_s: float) -> str:

@@ -5,9 +5,11 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from prl.orchestrator.leftovers import remove, segments_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class RunningChild:
     process: asyncio.subprocess.Process
     log: Path
     start: int = 0  # how often it was started before
+    segments: set[Path] = field(default_factory=set)  # of shared memory that its group was seen to have
 
 
 async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Path, start: int = 0) -> RunningChild:
@@ -61,7 +64,14 @@ def _ignore_warnings() -> None:
 
 def kill_child(child: RunningChild) -> None:
     """SIGKILL to its process group."""
+    note_segments([child])
     _signal_group(child, signal.SIGKILL)
+
+
+def note_segments(children: Iterable[RunningChild]) -> None:
+    """See what shared memory each child has, for the time when it has ended."""
+    for child in children:
+        child.segments.update(segments_of([child.process.pid]))
 
 
 def dump_stacks(child: RunningChild) -> None:
@@ -73,12 +83,21 @@ def dump_stacks(child: RunningChild) -> None:
 
 async def end_child(child: RunningChild, grace_s: float) -> None:
     """SIGTERM to its process group, SIGKILL after the grace; at once to a trainer rank, which ignores SIGTERM."""
+    note_segments([child])
     if child.plan.role != "trainer":
         _signal_group(child, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(child.process.wait(), grace_s)
-    _signal_group(child, signal.SIGKILL)  # also what the child left behind in its group
+    kill_child(child)  # also what the child left behind in its group
     await child.process.wait()
+    remove(child.segments)
+
+
+def end_rest(child: RunningChild) -> None:
+    """What a child that has ended left behind: processes of its group, with devices, memory and files in the making, and shared
+    memory."""
+    kill_child(child)
+    remove(child.segments)
 
 
 def _signal_group(child: RunningChild, number: signal.Signals) -> None:

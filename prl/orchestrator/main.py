@@ -62,6 +62,7 @@ class Orchestrator:
         self._ledger = LedgerWriter(run.ledger(plan.attempt))
         self._ledger_desk = LedgerDesk(self._ledger.append)
         self._journal = Journal(run, plan.attempt, config.metrics)
+        self.terminated = asyncio.Event()  # the batch system has sent SIGTERM to this process, or to another node's agent
         self._leaving = False  # nothing that is not needed for a checkpoint is started again or waited for
         self._explained = True  # nobody is asking why the batch system ends processes
         self._check_given_up = threading.Event()
@@ -98,6 +99,7 @@ class Orchestrator:
             self._bell,
             config.control,
             on_restarts=self._journal.restarted,
+            on_terminated=self.terminated.set,
             actor_joined=self._set_problems,
             actor_lost=lambda actor: self._work.rollouts.lost(actor),
             done_with=self._is_done_with,

@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import os
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from prl.cluster.preflight.node import pass_preflight
@@ -14,7 +18,18 @@ from prl.control.ports import free_port
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
 from prl.metrics.usage import own_usage, usage_of
-from prl.orchestrator.children import ChildPlan, RunningChild, dump_stacks, end_child, how_it_ended, kill_child, start_child
+from prl.orchestrator import leftovers
+from prl.orchestrator.children import (
+    ChildPlan,
+    RunningChild,
+    dump_stacks,
+    end_child,
+    end_rest,
+    how_it_ended,
+    kill_child,
+    note_segments,
+    start_child,
+)
 from prl.runfolder.logs import log_end
 from prl.runfolder.paths import RunFolder
 
@@ -22,42 +37,55 @@ KILL_AFTER_S = 3.0  # between SIGTERM and SIGKILL
 GRACE_LOOK_S = 0.5  # between two looks at how much time is left
 LOG_LINES = 25  # of a child that ended, which may explain why
 USAGE_S = 2.0  # between two looks at what the children use
+TOLD_S = 10.0  # deadline of telling that the batch system ends a task, which it does some seconds later
 ORDERS_S = 600.0  # deadline of a call that its loss ends; the orchestrator answers after half a minute, or a ledger's write
 
 Start = Callable[[ChildPlan, int], Awaitable[RunningChild]]
 
 
 async def run_agent(
-    run: RunFolder, attempt: int, node: int, address: str, control_url: str, token: str, options: ControlOptions
+    run: RunFolder,
+    attempt: int,
+    node: int,
+    address: str,
+    control_url: str,
+    token: str,
+    options: ControlOptions,
+    terminated: asyncio.Event | None = None,
 ) -> None:
-    """Live through one attempt on one node. Returns when the orchestrator ended the run and all children are gone; raises
-    ControlError when the orchestrator was lost (the children are ended first)."""
+    """Live through one attempt on one node. `terminated`: once the batch system has sent SIGTERM here, of which the
+    orchestrator is told. Returns when the orchestrator ended the run and all children are gone; raises ControlError when the
+    orchestrator was lost (the children are ended first)."""
     async with ControlClient(control_url, token, "agent", node, options) as client:
         await client.join({"address": address})
         children: dict[str, RunningChild] = {}
         given_up: set[tuple[str, int]] = set()  # starts of children that are to end, also those that are still to be made
         metrics = MetricsWriter(run.metrics, "agent", node, attempt)
-
-        async def start(plan: ChildPlan, number: int) -> RunningChild:
-            environment = _environment(run, attempt, plan, number, address, control_url)
-            child = children[plan.name] = await start_child(plan, environment, run.logs(attempt), number)
-            if (plan.name, number) in given_up:
-                kill_child(child)
-            return child
-
-        try:
-            for plan in await _plans(client, run, attempt, address, token, options):
-                await start(plan, 0)
-            await _watch(client, children, start, given_up, options, metrics)
-        except Exception as error:
-            await report_failure(client, error, run.path)
-            raise
-        finally:
+        with contextlib.ExitStack() as after:
             try:
-                _write_usage(metrics, children)
+                temporary = after.enter_context(_temporary_files(node))
+
+                async def start(plan: ChildPlan, number: int) -> RunningChild:
+                    environment = _environment(run, attempt, plan, number, address, control_url) | {"TMPDIR": temporary}
+                    child = children[plan.name] = await start_child(plan, environment, run.logs(attempt), number)
+                    _record(Path(temporary), children)
+                    if (plan.name, number) in given_up:
+                        kill_child(child)
+                    return child
+
+                for plan in await _plans(client, run, attempt, address, token, options):
+                    await start(plan, 0)
+                ended = terminated or asyncio.Event()
+                await _watch(client, children, start, given_up, options, metrics, Path(temporary), ended)
+            except Exception as error:
+                await report_failure(client, error, run.path)
+                raise
             finally:
-                await asyncio.gather(*(end_child(child, KILL_AFTER_S) for child in children.values()))
-                metrics.close()
+                try:
+                    _write_usage(metrics, children)
+                finally:
+                    await asyncio.gather(*(end_child(child, KILL_AFTER_S) for child in children.values()))
+                    metrics.close()
         if client.lost is not None:
             raise client.lost
         await client.call("node_done", {}, deadline_s=10.0, reason="reporting the node's end")
@@ -71,6 +99,19 @@ async def _plans(
         return []
     answer = await client.call("children", {}, deadline_s=options.start_s, reason="the plan of this node's children")
     return [ChildPlan(**{**entry, "devices": tuple(entry["devices"])}) for entry in answer["children"]]
+
+
+def _temporary_files(node: int) -> AbstractContextManager[str]:
+    """A folder for the children's temporary files and sockets: not all remove their own, and none that is killed. Its name is
+    short, for a socket's path may have 107 bytes; by it the batch script finds it where this process is killed. What a dying
+    process adds while it is removed does not fail the run's end."""
+    job = os.environ.get("SLURM_JOB_ID", "local")
+    return tempfile.TemporaryDirectory(prefix=f"prl-{job}-{node}-", ignore_cleanup_errors=True)
+
+
+def _record(temporary: Path, children: Mapping[str, RunningChild]) -> None:
+    groups = [child.process.pid for child in children.values()]
+    leftovers.record(temporary, groups, [segment for child in children.values() for segment in child.segments])
 
 
 def _environment(run: RunFolder, attempt: int, plan: ChildPlan, start: int, address: str, control_url: str) -> dict[str, str]:
@@ -96,6 +137,8 @@ async def _watch(
     given_up: set[tuple[str, int]],
     options: ControlOptions,
     metrics: MetricsWriter,
+    temporary: Path,
+    terminated: asyncio.Event,
 ) -> None:
     """Report every child's end until the run stops, and start again what the orchestrator wants to have again; then give the
     children their time to end by themselves."""
@@ -103,8 +146,9 @@ async def _watch(
     starts: set[asyncio.Task[RunningChild | None]] = set()
     stopping = asyncio.create_task(client.stopping.wait())
     obeying = asyncio.create_task(_obey(client, children, given_up), name="end what the orchestrator gave up")
-    tasks: list[asyncio.Task[Any]] = [stopping, obeying]
-    looked = time.monotonic()
+    telling = asyncio.create_task(_tell(client, terminated), name="tell that the batch system ends this node's task")
+    tasks: list[asyncio.Task[Any]] = [stopping, obeying, telling]
+    looked, segments = time.monotonic(), frozenset[str]()
     try:
         while (waits or starts) and not client.stopping.is_set():
             done, _ = await asyncio.wait(
@@ -113,9 +157,13 @@ async def _watch(
             if time.monotonic() - looked >= USAGE_S:
                 looked = time.monotonic()
                 _write_usage(metrics, children)
+            if (present := leftovers.names()) != segments:
+                segments = present
+                note_segments(children.values())
+                _record(temporary, children)
             for task in done & waits.keys():
                 child = waits.pop(task)
-                kill_child(child)  # what it left behind in its group: devices, memory, files in the making
+                end_rest(child)
                 pause_s = await _report(client, child)
                 if pause_s is not None:
                     starts.add(asyncio.create_task(_start_again(client, child, start, pause_s), name="restart"))
@@ -148,6 +196,13 @@ async def _start_again(client: ControlClient, child: RunningChild, start: Start,
         await asyncio.wait_for(client.stopping.wait(), pause_s)
         return None
     return await start(child.plan, child.start + 1)
+
+
+async def _tell(client: ControlClient, terminated: asyncio.Event) -> None:
+    """Once the batch system has sent SIGTERM here: it may end this node's component alone, of which rank 0 would not hear."""
+    await terminated.wait()
+    await client.call("terminated", {}, deadline_s=TOLD_S, reason="telling that the batch system ends this node's task")
+    await client.stopping.wait()
 
 
 async def _obey(client: ControlClient, children: dict[str, RunningChild], given_up: set[tuple[str, int]]) -> None:

@@ -15,6 +15,7 @@ _OUTCOMES: Mapping[Reason, str] = {
     "cancelled": CANCELLED,
     "time limit": LEFT,
     "preempted": LEFT,
+    "requeued": LEFT,
 }  # of all others: failed
 _MEMORY = ("OutOfMemoryError", "MemoryError")  # torch's and Python's, as the causes name them
 

@@ -36,12 +36,14 @@ class ProcessDesk:
         options: ControlOptions,
         *,
         on_restarts: Callable[[int, str], None],
+        on_terminated: Callable[[], None],
         actor_joined: Callable[[], None],
         actor_lost: Callable[[int], Awaitable[None]],
         done_with: Callable[[str], bool],
         finished: Callable[[], bool],
     ) -> None:
-        """`on_restarts`: how many there were, and what happened in words. `actor_joined`: another one has its problems;
+        """`on_restarts`: how many there were, and what happened in words. `on_terminated`: the batch system has sent SIGTERM to
+        a node's agent. `actor_joined`: another one has its problems;
         `actor_lost`: what it held has to be handed out again. `done_with` a role: the run can end well without its processes
         from now on; `finished`: so can it without anyone who samples."""
         self.nodes_done: set[int] = set()
@@ -54,6 +56,7 @@ class ProcessDesk:
         self._done_with = done_with
         self._finished = finished
         self._on_restarts = on_restarts
+        self._on_terminated = on_terminated
         self._actor_joined = actor_joined
         self._actor_lost = actor_lost
         rule = RestartRule(options.restarts, options.restart_pause_s, options.start_s)
@@ -67,6 +70,7 @@ class ProcessDesk:
             "children": self._children,
             "child_ended": self._child_ended,
             "node_done": self._node_done,
+            "terminated": self._terminated,
             "orders": self._orders,
             "verifier": self._verifier,
         }
@@ -233,6 +237,11 @@ class ProcessDesk:
 
     async def _children(self, member: Member, body: Mapping[str, Any]) -> Answer:
         return {"children": [child.__dict__ for child in self._plan.on_node(member.index)]}
+
+    async def _terminated(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        log.warning("%s on %s got SIGTERM from the batch system", member.name, member.host)
+        self._on_terminated()
+        return {}
 
     async def _node_done(self, member: Member, body: Mapping[str, Any]) -> Answer:
         self.nodes_done.add(member.index)

@@ -58,7 +58,8 @@ def test_the_cause_of_the_end_of_a_job_that_has_ended(run, capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines()[1:] == [
         "  train  NODE_FAIL on n1",
         "  sample NODE_FAIL on n[2-3]",
-        f"  it wrote no exit.json, so that its cause is not known; see {run.logs(2)}",
+        "  it wrote no exit.json: node failure: the first process ended without a word; Slurm says of the job: "
+        f"NODE_FAIL on n1, NODE_FAIL on n[2-3]; see {run.logs(2)}",
     ]
     Outcome("failed", "sampler 3 is gone", code=1).write(run.exit(2))
     assert submit.main(["--status", "runs/one", "--follow"]) == 1
@@ -79,7 +80,8 @@ def test_a_job_that_slurm_starts_again_is_followed_to_the_end_of_its_last_attemp
     assert follow_job(first, config) == 0
     said = capsys.readouterr()
     assert "attempt 2 left: the time limit is near; job 63 goes on as attempt 3\n" in said.out
-    assert "attempt 3 ended without a word; job 63 goes on as attempt 4\n" in said.out
+    assert "attempt 3 failed: error: the first process ended without a word; " in said.out
+    assert "; job 63 goes on as attempt 4\n" in said.out
     assert "done: all steps are trained (exit code 0)\n" in said.out
     assert said.err == ""
     (submitit_folder(run, 2) / "63_0_result.pkl").write_bytes(pickle.dumps(("error", "ValueError: the cause")))

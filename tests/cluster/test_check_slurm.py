@@ -187,7 +187,8 @@ def test_a_state_that_nobody_can_tell(programs, words):
 
 # As Slurm 22.05 prints the two components of a heterogeneous job, shortened.
 SHOWN = (
-    "JobId=4 HetJobId=4 HetJobOffset={offset} JobName=het1 JobState={state} Reason=None Dependency=(null) Requeue=1 Restarts=0 "
+    "JobId=4 HetJobId=4 HetJobOffset={offset} JobName=het1 JobState={state} Reason={reason} Dependency=(null) Requeue=1 "
+    "Restarts={restarts} "
     "RunTime=00:04:50 TimeLimit=00:05:00 TimeMin=N/A StartTime=2026-11-29T16:11:29 EndTime={end} Deadline=N/A "
     "PreemptEligibleTime=2026-11-29T16:11:29 PreemptTime={preempted} SuspendTime=None Command=/home/u/my job=1/x\n"
 )
@@ -195,21 +196,31 @@ LIMIT = "2026-11-29T16:16:29"
 
 
 @pytest.mark.parametrize(
-    ("state", "end", "preempted", "at", "why"),
+    ("states", "reason", "restarts", "end", "preempted", "at", "why"),
     [
-        ("RUNNING", LIMIT, "2026-11-29T16:13:00", "16:13:00", "preempted"),
-        ("PREEMPTED", "2026-11-29T16:13:00", "2026-11-29T16:13:00", "16:13:00", "preempted"),
-        ("TIMEOUT", "2026-11-29T16:16:40", "None", "16:16:40", "time limit"),
-        ("RUNNING", LIMIT, "None", "16:16:29", "time limit"),
-        ("RUNNING", LIMIT, "None", "16:13:00", "cancelled"),  # scancel --signal=TERM
-        ("CANCELLED", "2026-11-29T16:13:00", "None", "16:13:00", "cancelled"),
-        ("RUNNING", "Unknown", "None", "16:13:00", "cancelled"),
+        (("RUNNING",) * 2, "None", 1, LIMIT, "2026-11-29T16:13:00", "16:13:00", "preempted"),
+        (("PREEMPTED",) * 2, "None", 1, "2026-11-29T16:13:00", "2026-11-29T16:13:00", "16:13:00", "preempted"),
+        (("TIMEOUT",) * 2, "None", 1, "2026-11-29T16:16:40", "None", "16:16:40", "time limit"),
+        (("COMPLETING",) * 2, "TimeLimit", 1, "2026-11-29T16:14:40", "None", "16:14:40", "time limit"),
+        (("RUNNING",) * 2, "None", 1, LIMIT, "None", "16:16:29", "time limit"),
+        (("RUNNING",) * 2, "None", 1, LIMIT, "None", "16:13:00", "cancelled"),  # scancel --signal=TERM
+        (("CANCELLED",) * 2, "None", 1, "2026-11-29T16:13:00", "None", "16:13:00", "cancelled"),
+        (("COMPLETING",) * 2, "None", 1, "2026-11-29T16:13:00", "None", "16:13:00", "cancelled"),
+        (("RUNNING", "COMPLETING"), "None", 1, LIMIT, "None", "16:13:00", "cancelled"),  # one component alone
+        (("RUNNING",) * 2, "None", 1, "Unknown", "None", "16:13:00", "cancelled"),
+        (("COMPLETING",) * 2, "None", 2, LIMIT, "None", "16:13:00", "requeued"),
+        (("COMPLETING", "NODE_FAIL"), "NodeDown", 1, "2026-11-29T16:13:00", "None", "16:13:00", "node failure"),
+        (("COMPLETING",) * 2, "NodeDown", 2, "2026-11-29T16:13:00", "None", "16:13:00", "node failure"),
     ],
 )
-def test_why_slurm_ends_a_job(state, end, preempted, at, why):
-    shown = "".join(SHOWN.format(offset=k, state=state, end=end, preempted=preempted) for k in (0, 1))
+def test_why_slurm_ends_a_job(states, reason, restarts, end, preempted, at, why):
+    """A job that Slurm had put into the queue again once."""
+    shown = "".join(
+        SHOWN.format(offset=k, state=state, reason=reason, restarts=restarts, end=end, preempted=preempted)
+        for k, state in enumerate(states)
+    )
     now = datetime.fromisoformat(f"2026-11-29T{at}").timestamp()
-    assert why_terminated("4", now, answers(scontrol=Output(0, shown, ""))) == why
+    assert why_terminated("4", now, 1, answers(scontrol=Output(0, shown, ""))) == why
 
 
 def test_a_job_is_put_into_the_queue_by_its_first_components_id():

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from prl.cluster.run import Output, ProgramError, run
+from prl.cluster.run import Output, ProgramError, beyond_sigterm, run
 
 
 def python(code, **options):
@@ -33,3 +33,11 @@ def test_no_shell_looks_at_the_arguments():
 def test_what_is_to_be_read_arrives_and_otherwise_nothing():
     assert python("import sys; print(sys.stdin.read())", stdin="a b").out == "a b\n"
     assert python("import sys; print(sys.stdin.read())").out == "\n"
+
+
+def test_a_program_that_must_not_end_with_its_job_outlives_sigterm():
+    line = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); print('lives')"
+    assert python(line, check=False).code == -15
+    with beyond_sigterm():
+        assert python(line).out == "lives\n"
+    assert python(line, check=False).code == -15

@@ -46,6 +46,18 @@ MASTER_ADDR=${MASTER_ADDR#*=}
 export PRL_NODES_0 ${PRL_NODES_1+PRL_NODES_1} MASTER_ADDR
 unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
 
+# A node agent that was killed could not end what its children have started, nor remove temporary files and shared memory.
+clean_up() {
+  [ $? = 0 ] || timeout 60 srun --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none bash -c '
+    for folder in "${TMPDIR:-/tmp}/prl-$SLURM_JOB_ID-"*; do
+      [ -d "$folder" ] || continue
+      xargs -r kill -KILL -- <"$folder/groups" 2>/dev/null
+      xargs -rd "\n" rm -f <"$folder/shared_memory"
+      rm -rf "$folder"
+    done' || echo "batch script: some node was not cleaned up" >&2
+}
+trap clean_up EXIT
+
 srun --export=ALL --unbuffered --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none \
   bash -c 'exec "$@" >>"$PRL_TASK_LOGS/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>>"$PRL_TASK_LOGS/${SLURM_JOB_ID}_${SLURM_PROCID}_log.err"' task \
   /venv/bin/python -u -m submitit.core._submit /scratch/me/runs/golden/attempt_001/submitit

@@ -1,0 +1,58 @@
+"""Why an attempt under Slurm ended that left no exit.json: its first process was killed, or its node is gone. Slurm knows."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from prl.cluster.record import read_record
+from prl.cluster.run import ProgramError
+from prl.cluster.slurm import past_runs
+from prl.cluster.slurm_output import JobRow, fold_states
+from prl.flow.ending import Decision, Reason
+from prl.metrics import names
+from prl.metrics.events import read_events
+from prl.runfolder.outcome import CANCELLED, EXIT_CODES, FAILED, Outcome
+from prl.runfolder.paths import RunFolder
+
+# By the state of its job. One that Slurm calls FAILED or COMPLETED ended since a program of it failed.
+REASONS: Mapping[str, Reason] = {
+    **dict.fromkeys(("NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL"), "node failure"),
+    **dict.fromkeys(("TIMEOUT", "DEADLINE"), "time limit"),
+    **dict.fromkeys(("CANCELLED", "REVOKED"), "cancelled"),
+    **dict.fromkeys(("FAILED", "COMPLETED"), "error"),
+    "REQUEUED": "requeued",
+    "PREEMPTED": "preempted",
+    "OUT_OF_MEMORY": "out of memory",
+}
+
+
+def silent_end(rows: Sequence[JobRow]) -> tuple[Reason, str]:
+    """The reason, and a sentence, by the rows of the components of a job that has ended; or of which one has ended, while Slurm
+    keeps the other for the time when it starts the first again."""
+    ended = [row.state for row in rows if row.state in REASONS]
+    reason = REASONS[fold_states(ended)] if ended else "error"
+    states = ", ".join(f"{row.state} on {row.nodes}" if row.nodes else row.state for row in rows)
+    return reason, f"{reason}: the first process ended without a word; Slurm says of the job: {states or 'nothing'}"
+
+
+def write_silent_end(
+    run: RunFolder, attempt: int, then: Decision, ask: Callable[[str], list[list[JobRow]]] = past_runs
+) -> None:
+    """Write the exit.json that the attempt did not write. `then`: what follows it."""
+    job_id = read_record(run, attempt).job_id
+    turn = sum(read_record(run, number).job_id == job_id for number in run.attempts() if number < attempt)
+    try:
+        turns, unknown = ask(job_id), ""
+    except ProgramError as error:  # in a container there may be none of Slurm's programs
+        turns, unknown = [], f" ({error})"
+    reason, words = silent_end(turns[turn] if turn < len(turns) else [])
+    outcome = CANCELLED if reason == "cancelled" else FAILED
+    path = run.metrics / "orchestrator-0.jsonl"
+    steps = [event.step or 0 for event in read_events(path)[0] if event.kind == names.STEP and event.attempt <= attempt]
+    Outcome(
+        outcome,
+        f"{words}{unknown}",
+        reason,
+        then.next,
+        then.words,
+        code=EXIT_CODES[outcome],
+        steps=max(steps, default=0),
+    ).write(run.exit(attempt))

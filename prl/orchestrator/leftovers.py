@@ -1,0 +1,50 @@
+"""What dead processes leave in the memory of their node: files of /dev/shm. A process that is killed cannot remove its own, and
+what it has there (vLLM's rings between a sampler's workers: hundreds of MiB; NCCL's buffers) stays in the node's memory until
+somebody does."""
+
+import os
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = "/dev/shm/"  # noqa: S108 (names are read there, none is made)
+
+
+def names() -> frozenset[str]:
+    """Of all files of shared memory on this node: as long as they stay the same, so does what each process has mapped."""
+    return frozenset(os.listdir(SHARED_MEMORY)) if os.path.isdir(SHARED_MEMORY) else frozenset()
+
+
+def record(folder: Path, groups: Iterable[int], segments: Iterable[Path]) -> None:
+    """Write down among an agent's temporary files which process groups and which shared memory its children have: where the
+    agent itself is killed, the batch script ends and removes them (slurm/het.sbatch)."""
+    (folder / "groups").write_text("".join(f"-{group}\n" for group in groups))
+    (folder / "shared_memory").write_text("".join(f"{segment}\n" for segment in segments))
+
+
+def segments_of(groups: Collection[int]) -> set[Path]:
+    """The files of shared memory that the living processes of these process groups have mapped."""
+    return {path for pid in psutil.pids() if _group(pid) in groups for path in _mapped(pid)}
+
+
+def remove(segments: Iterable[Path]) -> None:
+    """Remove those that are there still, of processes that have ended."""
+    for path in segments:
+        path.unlink(missing_ok=True)
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _mapped(pid: int) -> set[Path]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()  # has ended meanwhile, or the system keeps no such list
+    mapped = (line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line)
+    return {Path(name) for name in mapped if not name.endswith(" (deleted)")}

@@ -1,0 +1,91 @@
+"""Whole runs under Slurm that lose their nodes: each attempt says why it ended, the next one goes on from what was saved, every
+rollout has one end, and nothing is left on any node."""
+
+import lab_cluster
+import pytest
+from lab_runs import LabRun, submitted
+from whole_runs import Ended
+
+from prl.report.audit import audit, render
+
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.slurm_netns]
+START_S = 300.0  # from a start to its steps on two busy cores
+LASTING = ("run.steps=100000", "run.stop_at_reward=null", "run.evaluate_every_steps=0", "control.lost_after_s=15")
+
+
+@pytest.fixture
+def nodes():
+    idle = sorted(lab_cluster.nodes_that_are("idle"))
+    assert len(idle) >= 3
+    return idle
+
+
+def steps(run: LabRun, attempt: int) -> list[int]:
+    return [event.step for event in Ended(run.folder, 0, "").events("step", attempt)]
+
+
+def wait_for_steps(run: LabRun, attempt: int, count: int = 3) -> None:
+    lab_cluster.wait_until(lambda: len(steps(run, attempt)) >= count, START_S, lambda: run.logs(attempt))
+
+
+def said(outcome):
+    return outcome.outcome, outcome.reason, outcome.next
+
+
+def preempt(nodes: list[str]) -> None:
+    """A job that takes the nodes of all others for some seconds."""
+    lab_cluster.slurm(
+        "sbatch", "--partition=urgent", "--exclusive", f"--nodes={len(nodes)}", "--output=/dev/null", "--wrap=sleep 3"
+    )
+
+
+@pytest.mark.deadline(1800)
+def test_a_run_goes_on_after_a_preemption_and_after_the_loss_of_each_node(tmp_path, nodes):
+    with submitted(tmp_path / "run", nodes, *LASTING, "cluster.requeue=true", "train.checkpoint_every_steps=5") as run:
+        wait_for_steps(run, 1)
+        preempt(nodes)
+        left = run.ended(1)
+        assert said(left) == ("left", "preempted", "requeue")
+        assert run.folder.manifests()[-1][0] == left.steps
+
+        wait_for_steps(run, 2, 12)
+        assert steps(run, 2)[0] == left.steps + 1  # nothing is trained twice
+        _, sampler = run.hosts(2)
+        lab_cluster.to_node("kill-node", sampler)
+        assert said(run.ended(2)) == ("failed", "node failure", "requeue")
+        lab_cluster.to_node("start-node", sampler)
+
+        wait_for_steps(run, 3)
+        assert steps(run, 3)[0] > left.steps + 5  # from a checkpoint of the second attempt
+        trainer, _ = run.hosts(3)
+        lab_cluster.to_node("kill-node", trainer)
+        lab_cluster.to_node("start-node", trainer)
+
+        wait_for_steps(run, 4)
+        silent = run.ended(3)
+        assert said(silent) == ("failed", "node failure", "requeue")
+        assert silent.steps == steps(run, 3)[-1]
+        run.folder.stop.touch()
+        assert said(run.ended(4)) == ("done", "stopped", "stop")
+        result = audit(run.folder.path)
+        assert result.passed, render(result)
+
+
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize("blow", ["cut", "cancel", "kill"])
+def test_a_sampler_of_two_workers_leaves_nothing_behind(tmp_path, nodes, blow):
+    """It has rings in shared memory and sockets, which it cannot remove itself where it is killed."""
+    with submitted(tmp_path / "run", nodes, *LASTING, "sample.tensor_parallel=2", "sample.restarts=0") as run:
+        wait_for_steps(run, 1)
+        _, sampler = run.hosts()
+        assert any("/dev/shm/" in name for name in lab_cluster.census([sampler], run.temporary)[sampler])
+        if blow == "cut":
+            lab_cluster.to_node("cut", sampler)
+            assert said(run.ended()) == ("failed", "node failure", "stop")
+        elif blow == "cancel":
+            lab_cluster.slurm("scancel", str(int(run.job) + 1))
+            assert said(run.ended()) == ("cancelled", "cancelled", "stop")
+        else:
+            run.agent(sampler).kill()
+            assert run.ended().outcome == "failed"
+        run.is_clean()
