@@ -24,6 +24,7 @@ class Allocation:
     component: int
     rank: int  # within the component
     hosts: tuple[tuple[Host, ...], ...]
+    restarts: int = 0  # how often Slurm has put the job into the queue again
 
     @property
     def host(self) -> Host:
@@ -61,7 +62,7 @@ def read_allocation(environ: Mapping[str, str] = os.environ) -> Allocation:
     if own != name:
         raise AllocationError(f"task {task} runs on node {own}, but the batch script counted {name} for it: {components}")
     hosts = tuple(tuple(Host(name, _resolve(address)) for name, address in nodes) for nodes in components)
-    return Allocation(environ["SLURM_JOB_ID"], component, rank, hosts)
+    return Allocation(environ["SLURM_JOB_ID"], component, rank, hosts, int(environ.get("SLURM_RESTART_COUNT", "0")))
 
 
 def _parse_nodes(text: str) -> list[tuple[str, str]]:

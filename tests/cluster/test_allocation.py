@@ -17,6 +17,11 @@ def test_tasks_are_numbered_over_the_components(task, component, rank, host):
     assert (found.host, found.task, found.first, found.master_address) == (host, task, task == 0, "10.0.0.3")
 
 
+def test_a_job_that_was_put_into_the_queue_again_knows_how_often():
+    assert read_allocation({**HET, "SLURM_PROCID": "0"}).restarts == 0
+    assert read_allocation({**HET, "SLURM_PROCID": "0", "SLURM_RESTART_COUNT": "2"}).restarts == 2
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
