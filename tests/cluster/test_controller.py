@@ -82,7 +82,7 @@ from prl.cluster.allocation import read_allocation
 from prl.runfolder.paths import RunFolder
 run = RunFolder({str(tmp_path)!r})
 run.attempt(1).mkdir()
-print(agent._lead(run, 1, read_allocation()).cause)
+print(agent._lead(run, 1, read_allocation(), []).cause)
 """
     environment = {**os.environ, "PRL_SUBMITTER": "999999999", "PRL_RUN": str(tmp_path)}
     done = subprocess.run(
