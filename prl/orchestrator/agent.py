@@ -186,11 +186,13 @@ async def _lead_through(
     loop.add_signal_handler(signal.SIGINT, orchestrator.cancel, "cancelled by SIGINT")
     if allocation.job_id is None:
         loop.add_signal_handler(signal.SIGUSR1, orchestrator.leave, WARNED, "time limit")
+        if warnings:  # while the start was looked for
+            orchestrator.leave(WARNED, "time limit")
         loop.add_signal_handler(signal.SIGTERM, orchestrator.cancel, "cancelled by SIGTERM")
     else:
         why, warned = partial(_why_terminated, allocation.job_id, allocation.restarts), asyncio.Event()
         loop.add_signal_handler(signal.SIGUSR1, warned.set)
-        if warnings:  # while the start was looked for
+        if warnings:
             warned.set()
         loop.add_signal_handler(signal.SIGTERM, orchestrator.terminated.set)
         for name, asking in (

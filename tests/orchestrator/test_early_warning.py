@@ -32,7 +32,7 @@ def test_a_run_that_is_warned_while_its_start_is_looked_for_leaves_at_once(tmp_p
     with claims.undone_on_error(config, run, 1, resume=False):
         program = [sys.executable, "-c", WARNED_MEANWHILE, str(run)]
         environment = {**os.environ, "PRL_RUN": str(run), "PRL_ATTEMPT": "1"}
-        ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert "prl: left: warned by SIGUSR1: the time limit is near" in ended.stderr + ended.stdout
     outcome = read_outcome(run.exit(1))
     assert (outcome.outcome, outcome.reason, outcome.steps) == ("left", "time limit", 0)
