@@ -42,7 +42,7 @@ def test_an_end_without_a_word_is_written_once_and_reported(job, code, outcome):
     reason = {"cancelled": "cancelled", "failed": "error"}[outcome]
     assert said == {
         "outcome": outcome, "cause": "the cause", "reason": reason, "next": "stop", "next_words": reason, "role": None,
-        "code": code, "detail": "", "log_end": "", "steps": 0,
+        "host": None, "code": code, "detail": "", "log_end": "", "steps": 0,
     }  # fmt: skip
     summary = summarize(read_run(job.run.path), time.time())
     assert (summary.outcome, summary.cause, summary.code) == (outcome, "the cause", code)

@@ -19,15 +19,16 @@ def test_a_machine_with_too_little_memory(good):
 
 
 def test_activations_of_the_largest_micro_batch_count(good):
-    """A token keeps in each layer 4 x 64 + 3 x (64 + 32) + 4 x 256 numbers, and 64 and 3 x 16 logits once more; tensor
-    parallelism splits all but the 64s."""
+    """A token keeps in each layer 4 x 64 + 4 x 256 numbers; the 64 queries and the 32 keys and values, which two ranks gather for
+    there is one head of them, and of these 2 x 64 queries and 32 keys or values of its own; and 64 and 3 x 16 logits once more.
+    Tensor parallelism splits all but the 64s and what is gathered."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 256}
     model = model_config(LLAMA | sizes | {"num_hidden_layers": 2, "vocab_size": 16})
     large = replace(good, run={"groups_per_step": 10**4, "rollouts_per_group": 8})
     one, two = (
         estimate_memory_bytes(replace(large, preprocess={"pack_tokens": millions * 10**6}), model) for millions in (1, 2)
     )
-    kept = 2 * (4 * 64 + 3 * 96 // 2 + 4 * 256 // 2) + 64 + 3 * 16 // 2
+    kept = 2 * (4 * 64 + (64 + 2 * 32) + (2 * 64 // 2 + 32) + 4 * 256 // 2) + 64 + 3 * 16 // 2
     assert two - one == 2 * 4 * kept * 10**6  # on each of 2 ranks
     large = replace(large, preprocess={"pack_tokens": 2 * 10**6})
     with pytest.raises(ConfigError, match=r"needs about \d+\.\d: lower preprocess.pack_tokens = 2000000, "):

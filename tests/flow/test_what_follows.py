@@ -23,6 +23,7 @@ FREE = Means(requeue=True, chain=2, fruitless=2)
         ("bad node", "stop"),
         ("time limit", "requeue"),
         ("preempted", "requeue"),
+        ("requeued", "requeue"),
         ("node failure", "requeue"),
     ],
 )
