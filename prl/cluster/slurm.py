@@ -219,9 +219,10 @@ def cluster_name(runner: Runner = run) -> str | None:
 
 def why_terminated(
     job_id: str, now: float, restarts: int, runner: Runner = run
-) -> Literal["preempted", "requeued", "node failure", "time limit", "cancelled"]:
+) -> Literal["preempted", "requeued", "node failure", "time limit", "cancelled"] | None:
     """Why Slurm sends the job, or a component of it, SIGTERM at `now` (seconds since the epoch). `restarts`: how often it had
-    been put into the queue again before. Raises ProgramError where Slurm does not answer."""
+    been put into the queue again before. None where the job goes on: somebody has sent it the signal, or srun ends its step, as
+    a task of it has ended. Raises ProgramError where Slurm does not answer."""
     with beyond_sigterm():
         found = _FIELD.findall(runner(["scontrol", "-o", "show", "job", job_id], timeout_s=10.0).out)  # of all components
     states = {value for name, value in found if name == "JobState"}  # COMPLETING, as long as Slurm waits for its processes
@@ -236,8 +237,9 @@ def why_terminated(
         return "time limit"
     # Of a job that is cancelled EndTime is now; of one that still runs it is the limit.
     limits = [_seconds(value) for name, value in found if name == "EndTime" and _TIME.fullmatch(value)]
-    over = states == {"RUNNING"} and any(now >= limit - LIMIT_S for limit in limits)
-    return "time limit" if over else "cancelled"
+    if states != {"RUNNING"}:
+        return "cancelled"
+    return "time limit" if any(now >= limit - LIMIT_S for limit in limits) else None
 
 
 def requeue(job_id: str, runner: Runner = run) -> None:

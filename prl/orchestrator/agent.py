@@ -211,11 +211,11 @@ async def _lead_through(
     return outcome
 
 
-def _why_terminated(job_id: str, restarts: int) -> Reason:
+def _why_terminated(job_id: str, restarts: int) -> Reason | None:
     return why_terminated(job_id, time.time(), restarts)
 
 
-async def _ask_what_for(warned: asyncio.Event, orchestrator: Orchestrator, why: Callable[[], Reason]) -> None:
+async def _ask_what_for(warned: asyncio.Event, orchestrator: Orchestrator, why: Callable[[], Reason | None]) -> None:
     """Once Slurm has sent the signal of --signal: before the time limit, and at a preemption where the site has it so
     (PreemptParameters=send_user_signal)."""
     await warned.wait()
@@ -230,7 +230,7 @@ async def _ask_what_for(warned: asyncio.Event, orchestrator: Orchestrator, why: 
         orchestrator.leave(WARNED, "time limit")
 
 
-async def _ask_why(orchestrator: Orchestrator, why: Callable[[], Reason]) -> None:
+async def _ask_why(orchestrator: Orchestrator, why: Callable[[], Reason | None]) -> None:
     """Once Slurm has sent SIGTERM: what it does to a job that is cancelled, preempted or over its time, or that has lost a
     node, and to a component that is cancelled alone, without which the run cannot go on."""
     await orchestrator.terminated.wait()
@@ -240,7 +240,9 @@ async def _ask_why(orchestrator: Orchestrator, why: Callable[[], Reason]) -> Non
     except ProgramError as error:
         orchestrator.cancel(f"cancelled by SIGTERM, and Slurm does not say why: {error}")
         return
-    if reason == "cancelled":
+    if reason is None:
+        await orchestrator.blame_lost_agent("cancelled by SIGTERM")
+    elif reason == "cancelled":
         orchestrator.cancel("cancelled by SIGTERM")
     else:
         orchestrator.leave(f"Slurm ends the job with SIGTERM: {reason}", reason)

@@ -30,6 +30,7 @@ from prl.runfolder.outcome import Outcome, steps_before
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 
+BEATS = 3  # heartbeats that an agent has missed which is taken for gone where Slurm ends the step
 GATHER_CAUSES_S = 1.0  # one death causes others; wait this long before choosing the cause
 EXPLAINED_S = 15.0  # that it may take to find out why the batch system ends processes
 STACKS_S = 2.0  # that processes have to write their stacks down
@@ -138,8 +139,20 @@ class Orchestrator:
         Somebody finds out why, and then calls `cancel` or `leave`."""
         self._leaving, self._explained = True, False
 
-    def _end_now(self, words: str, reason: Reason) -> None:
-        self._causes.add(Cause(words, None, CANCEL, reason=reason))
+    async def blame_lost_agent(self, otherwise: str) -> None:
+        """The batch system ends the step of a job that goes on. Where a node's agent is gone, that is why; else somebody has
+        asked for the end, in these words."""
+        heartbeat_s = self._config.control.heartbeat_s
+        await asyncio.sleep(BEATS * heartbeat_s)
+        gone = [member for member in self._server.silent((BEATS - 1) * heartbeat_s) if member.role == "agent"]
+        if gone:
+            words = f"{gone[0].name} on {gone[0].host} has ended without a word, and Slurm has ended the others"
+            self._end_now(words, "error", "agent")
+        else:
+            self.cancel(otherwise)
+
+    def _end_now(self, words: str, reason: Reason, role: str | None = None) -> None:
+        self._causes.add(Cause(words, role, CANCEL, reason=reason))
         self._explained = True
         self._bell.ring()
         self._server.grace_s = min(self._server.grace_s, FAILED_GRACE_S)  # also where it is ending already

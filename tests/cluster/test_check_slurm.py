@@ -203,11 +203,11 @@ LIMIT = "2026-11-29T16:16:29"
         (("TIMEOUT",) * 2, "None", 1, "2026-11-29T16:16:40", "None", "16:16:40", "time limit"),
         (("COMPLETING",) * 2, "TimeLimit", 1, "2026-11-29T16:14:40", "None", "16:14:40", "time limit"),
         (("RUNNING",) * 2, "None", 1, LIMIT, "None", "16:16:29", "time limit"),
-        (("RUNNING",) * 2, "None", 1, LIMIT, "None", "16:13:00", "cancelled"),  # scancel --signal=TERM
+        (("RUNNING",) * 2, "None", 1, LIMIT, "None", "16:13:00", None),  # scancel --signal=TERM, or by srun
         (("CANCELLED",) * 2, "None", 1, "2026-11-29T16:13:00", "None", "16:13:00", "cancelled"),
         (("COMPLETING",) * 2, "None", 1, "2026-11-29T16:13:00", "None", "16:13:00", "cancelled"),
         (("RUNNING", "COMPLETING"), "None", 1, LIMIT, "None", "16:13:00", "cancelled"),  # one component alone
-        (("RUNNING",) * 2, "None", 1, "Unknown", "None", "16:13:00", "cancelled"),
+        (("RUNNING",) * 2, "None", 1, "Unknown", "None", "16:13:00", None),
         (("COMPLETING",) * 2, "None", 2, LIMIT, "None", "16:13:00", "requeued"),
         (("COMPLETING", "NODE_FAIL"), "NodeDown", 1, "2026-11-29T16:13:00", "None", "16:13:00", "node failure"),
         (("COMPLETING",) * 2, "NodeDown", 2, "2026-11-29T16:13:00", "None", "16:13:00", "node failure"),

@@ -158,7 +158,9 @@ def test_a_killed_agent(start, rank, capsys):
     if rank == 0:
         assert "the first process ended without a word; Slurm says of the job: FAILED" in status(run, capsys)
     else:
-        assert said(run.ended())[0] == "failed"
+        ended = run.ended()
+        assert said(ended) == ("failed", "error", "stop")
+        assert ended.cause.startswith(f"agent 1 on {run.hosts()[1]} has ended without a word")
 
 
 def test_what_can_never_start_is_refused_before_anything_is_made_or_sent(tmp_path, slurm_cluster, capsys):

@@ -102,3 +102,22 @@ def test_a_child_that_slurm_ended_before_this_process_knew_why_is_no_cause(tmp_p
     ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
     outcome = "cancelled" if reason == "cancelled" else "left"
     assert (ended.outcome, ended.reason, ended.steps) == (outcome, reason, 0)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_where_slurm_ends_the_step_of_a_job_that_goes_on_an_agent_that_is_gone_is_why(tmp_path, gone):
+    async def scenario(rig):
+        for agent in rig.agents:
+            await agent.join({})
+        if gone:
+            rig.agents[1]._heartbeat.cancel()
+        await rig.orchestrator.blame_lost_agent("cancelled by SIGTERM")
+
+    run(tmp_path / "run", scenario)
+    ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
+    if gone:
+        assert ended.cause.startswith("agent 1 on ")
+        assert ended.cause.endswith(" has ended without a word, and Slurm has ended the others")
+    else:
+        assert ended.cause == "cancelled by SIGTERM"
+    assert (ended.outcome, ended.reason) == (("failed", "error") if gone else ("cancelled", "cancelled"))
