@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prl.flow.restarts import RestartError, RestartRule, Restarts
+from prl.flow.restarts import RestartError, RestartRule, Restarts, Together
 
 RULE = RestartRule(limit=3, pause_s=2.0, start_s=60.0)
 
@@ -58,3 +58,94 @@ def test_no_process_is_started_more_often_than_the_limit_and_each_by_itself(even
             deaths[name] += granted is not None
     assert restarts.granted == deaths["a"] + deaths["b"]
     assert {name for name, _ in restarts.to_end} == {name for name in "ab" if restarts.state(name) == "fenced"}
+
+
+def test_what_had_to_end_because_of_another_is_not_counted():
+    restarts = Restarts(RestartRule(limit=1, pause_s=2.0, start_s=60.0), ["preprocess 0"])
+    restarts.renew("preprocess 0")
+    assert restarts.to_end == []  # it has not joined: there is nothing that it could know
+    restarts.join("preprocess 0")
+    for number in range(3):
+        restarts.renew("preprocess 0")
+        assert restarts.to_end == [("preprocess 0", number)]
+        assert restarts.died("preprocess 0", 0.0) == 2.0
+        restarts.join("preprocess 0")
+    assert (restarts.granted, restarts.again("preprocess 0")) == (0, 0)
+    assert restarts.died("preprocess 0", 0.0) == 2.0
+    restarts.join("preprocess 0")
+    assert restarts.died("preprocess 0", 0.0) is None
+    assert (restarts.granted, restarts.again("preprocess 0")) == (1, 1)
+
+
+def began(limit=3):
+    trainers = Together(RestartRule(limit, pause_s=2.0, start_s=60.0), ["t0", "t1", "t2"])
+    for name in ("t0", "t1", "t2"):
+        trainers.join(name)
+    return trainers
+
+
+def test_where_one_of_a_crew_dies_the_others_have_to_end_and_all_begin_again_together():
+    trainers = began()
+    assert (trainers.complete, trainers.to_end) == (True, [])
+    assert trainers.died("t1", 0.0) == 2.0
+    assert trainers.to_end == [("t0", 0), ("t2", 0)]
+    assert not trainers.complete
+    assert trainers.died("t0", 0.0) == 2.0  # of the same failure
+    trainers.join("t1")
+    assert trainers.to_end == [("t2", 0)]
+    assert trainers.died("t1", 0.0) == 4.0  # another failure, before the first was over
+    assert trainers.to_end == [("t0", 1), ("t2", 0)]
+    assert trainers.died("t2", 0.0) == 4.0
+    assert trainers.died("t0", 0.0) == 4.0
+    assert (trainers.to_end, trainers.again) == ([], 2)
+    for name in ("t0", "t1", "t2"):
+        assert not trainers.complete
+        trainers.join(name)
+    assert trainers.complete
+
+
+def test_a_crew_that_stands_still_ends_as_a_whole_up_to_the_limit():
+    trainers = began(limit=1)
+    assert trainers.may_restart
+    assert trainers.renew(0.0)
+    assert trainers.to_end == [("t0", 0), ("t1", 0), ("t2", 0)]
+    assert not trainers.renew(0.0)  # that is known
+    assert [trainers.died(name, 0.0) for name in ("t0", "t1", "t2")] == [2.0] * 3
+    assert not trainers.may_restart
+    assert not trainers.late(62.0)
+    assert trainers.late(62.1)
+    for name in ("t0", "t1", "t2"):
+        trainers.join(name)
+    assert not trainers.late(100.0)
+    assert not trainers.renew(0.0)
+    assert trainers.died("t0", 0.0) is None
+
+
+def test_a_crew_that_never_was_whole_is_not_started_again():
+    trainers = Together(RULE, ["t0", "t1"])
+    trainers.join("t0")
+    assert not trainers.may_restart
+    assert trainers.died("t0", 0.0) is None
+    assert trainers.to_end == []
+
+
+@given(st.lists(st.tuples(st.sampled_from(["t0", "t1", "t2"]), st.sampled_from(["join", "die", "die", "renew"]))))
+def test_no_successor_is_whole_before_all_of_the_failed_crew_have_ended(events):
+    """Each process is alive from its start to its death; who is alive when the crew fails is told to end."""
+    trainers, number = began(limit=4), dict.fromkeys(["t0", "t1", "t2"], 0)
+    doomed: set[tuple[str, int]] = set()
+    for name, what in events:
+        before = trainers.again
+        if what == "join" and (name, number[name]) not in doomed:
+            trainers.join(name)
+        elif what == "die":
+            if trainers.died(name, 0.0) is None:
+                break
+            number[name] += 1
+        elif what == "renew":
+            trainers.renew(0.0)
+        if trainers.again > before:  # all that were alive then, but for the one that had died
+            doomed |= {(one, number[one]) for one in number if not (what == "die" and one == name)}
+        assert set(trainers.to_end) == {(one, n) for one, n in doomed if n == number[one]}
+        assert not (trainers.complete and trainers.to_end)
+        assert trainers.again <= 4
