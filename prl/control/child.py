@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from prl.config.load import load
 from prl.config.schema import Config
@@ -24,6 +24,10 @@ from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import in_words
 
 Client = TypeVar("Client", ControlClient, ThreadedClient)
+
+
+class EndsRun(Exception):
+    """An error that another start of the process would only meet again: the run ends with it."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,9 @@ def say(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
 
-def _failure(error: BaseException, folder: Path) -> dict[str, str]:
-    return {"error": in_words(error, folder), "traceback": traceback.format_exc()}
+def _failure(error: BaseException, folder: Path) -> dict[str, Any]:
+    words = {"error": in_words(error, folder), "traceback": traceback.format_exc()}
+    return {**words, "ends_run": isinstance(error, EndsRun)}
 
 
 async def report_failure(client: ControlClient, error: Exception, folder: Path) -> None:

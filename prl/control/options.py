@@ -11,7 +11,10 @@ class ControlOptions:
     heartbeat_s: Annotated[float, "seconds between two heartbeats of a process", AtLeast(0.01)] = 1.0
     lost_after_s: Annotated[float, "a process that was silent for so many seconds counts as lost", Above(0)] = 30.0
     restarts: Annotated[
-        int, "how often an actor, verifier or preprocessor that died or fell silent is started again in one attempt", AtLeast(0)
+        int,
+        "how often an actor, verifier or preprocessor that died or fell silent is started again in one attempt; so is the "
+        "trainer, all its ranks together, from the newest checkpoint",
+        AtLeast(0),
     ] = 3
     restart_pause_s: Annotated[
         float, "seconds before the first restart of such a process; doubled with each further one, up to 64-fold", Above(0)
@@ -20,8 +23,9 @@ class ControlOptions:
     wait_s: Annotated[float, "deadline of a wait for work (a batch, a version, a lease), in seconds", Above(0)] = 900.0
     no_progress_s: Annotated[
         float,
-        "a run in which for so many seconds no step is trained and no group of rollouts comes back is ended, with the stacks "
-        "of its processes in their logs; less than wait_s, whose deadlines do not know who is waited for",
+        "where for so many seconds no step is trained and no group of rollouts comes back, all processes write their stacks "
+        "into their logs; a trainer that is waited for is started again, else the run ends; less than wait_s, whose deadlines "
+        "do not know who is waited for",
         Above(0),
     ] = 600.0
     stop_s: Annotated[float, "seconds that processes have to end by themselves at the end of a run", Above(0)] = 60.0

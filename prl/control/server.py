@@ -40,6 +40,7 @@ class Member:
     doing: str = "starting"
     seen_s: float = 0.0  # clock of the server
     gone: bool = False  # the process has ended: what it still waits for is of no use to anyone
+    ends_run: bool = False  # it failed, and another start of it would only fail again
 
     calls: "OrderedDict[str, asyncio.Task[web.Response]]" = field(default_factory=OrderedDict)  # the latest, by number
 
@@ -159,6 +160,7 @@ class ControlServer:
         return {"stop": self.stopping, "grace_s": self.grace_s}
 
     async def _fail(self, member: Member, body: Mapping[str, Any]) -> Answer:
+        member.ends_run = bool(body.get("ends_run"))
         self._on_fail(member, str(body["error"]), str(body.get("traceback", "")))
         return {}
 
@@ -173,6 +175,10 @@ class Bell:
     def on_ring(self, look: Callable[[], None]) -> None:
         """Call `look` at every ring, before anyone wakes: it may ring a bell for those who wait for little of what changes."""
         self._looks.append(look)
+
+    def off_ring(self, look: Callable[[], None]) -> None:
+        """Call it no more."""
+        self._looks.remove(look)
 
     def ring(self) -> None:
         for look in self._looks:

@@ -16,8 +16,9 @@ a run calls them:
     evaluated(group, issue)             -> the Evaluation that this result belongs to; None: late or unknown
     close(reason)                       -> events: everything still in flight is discarded at the end of a run
     state()                             JSON-able; Dispatcher(settings, state) goes on from it; after a crash
-    replay(events)                      takes the ledger's rows behind state()["events"], and
-    reissue_outstanding(reason, keep)   -> events: all in flight is issued again, but for the groups `keep` of step files
+    replay(events)                      takes the ledger's rows behind state()["events"]
+    went_back(version, reason, keep)    -> events: the trainer begins again at this version, the first of a new lineage; all in
+                                        flight is issued again, but for the groups `keep` of step files
 
 Calls may be repeated (by a client that lost the answer): a repeated result is taken again, a repeated end has no events.
 
@@ -115,6 +116,11 @@ class Dispatcher:
     def version(self) -> Version | None:
         """The version that all samplers carry."""
         return self._version
+
+    @property
+    def furthest_trained(self) -> int:
+        """The newest step that was ever trained; after a rollback it is trained again."""
+        return self._furthest_trained
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -236,14 +242,13 @@ class Dispatcher:
         self._evaluations.set_sizes(evaluation or {})
 
     def committed(self, version: Version) -> None:
-        """All samplers carry `version`. A version of a new lineage is the checkpoint that the trainer went back to."""
-        if self._version is not None and version < self._version:
-            raise DispatcherError(f"version {version} was committed after {self._version}")
-        begins_lineage = self._version is None or version.lineage > self._version.lineage
-        if version.lineage > self._trained.lineage:
-            self._trained = version
+        """All samplers carry `version`. One of a lineage that the trainer has left meanwhile is of no account."""
+        if version.lineage < self._trained.lineage:
+            return
+        if version.lineage > self._trained.lineage or (self._version is not None and version < self._version):
+            raise DispatcherError(f"version {version} was committed after {self._version}, the trainer is at {self._trained}")
         self._version = version
-        self._evaluations.committed(version, begins_lineage=begins_lineage)
+        self._evaluations.committed(version)
 
     def lease(self, actor: int, groups: int, now: float) -> Leased:
         """Hand out up to `groups` groups to `actor`; `now` (seconds) is kept as the time of the lease."""
@@ -311,7 +316,7 @@ class Dispatcher:
     def trained(self, step: int, ids: Iterable[RolloutId]) -> list[LedgerEvent]:
         """Step `step` of the current lineage was trained on these rollouts. A step told twice has no events the second time;
         a step trained again after a rollback ends its ids once more, in the new lineage."""
-        version = Version(self._now().lineage, step)
+        version = Version(self._trained.lineage, step)
         if version <= self._trained:
             return []
         self._trained = version
@@ -353,10 +358,11 @@ class Dispatcher:
                 self._furthest_trained = max(self._furthest_trained, event.step)
             self._flights.replay(event)
 
-    def reissue_outstanding(self, reason: str, keep: Collection[int] = ()) -> list[LedgerEvent]:
-        """A new attempt begins: whatever was in flight is issued again (no failure of the group's own), but for the groups in
-        `keep`, whose rollouts lie in step files that will be trained."""
-        self._evaluations.reissue()
+    def went_back(self, version: Version, reason: str, keep: Collection[int] = ()) -> list[LedgerEvent]:
+        """The trainer begins again at `version`, a checkpoint in a new lineage: whatever was in flight is issued again (no
+        failure of the group's own), but for the groups in `keep`, whose rollouts lie in step files that will be trained."""
+        self._trained = version
+        self._evaluations.went_back(version.step)
         events: list[LedgerEvent] = []
         for number in self._flights.outstanding(keep):
             events += self._flights.queue_again(number, reason, self._now())

@@ -63,10 +63,8 @@ class Evaluations:
         if self._every_steps and not any(self._sizes.values()):
             raise DispatcherError("evaluations are asked for, but no domain has held-out problems")
 
-    def committed(self, version: Version, *, begins_lineage: bool) -> None:
-        """The samplers carry this version; the first one of a lineage is the checkpoint that the trainer went back to."""
-        if begins_lineage:
-            self._evaluated_step = min(self._evaluated_step, version.step)
+    def committed(self, version: Version) -> None:
+        """The samplers carry this version."""
         every, step = self._every_steps, version.step
         if every and (step // every > self._evaluated_step // every or self._evaluated_step < step == self._last_step):
             self._evaluated_step = step
@@ -113,8 +111,12 @@ class Evaluations:
             if evaluation.leased and evaluation.since_s < before_s:
                 self.failed(number, evaluation.issue)
 
-    def reissue(self) -> None:
-        """All that was handed out is queued again, without a failure."""
+    def went_back(self, step: int) -> None:
+        """The trainer begins again at `step`: evaluations of later steps fall due again, and all others that were handed out
+        are queued again, without a failure."""
+        self._evaluated_step = min(self._evaluated_step, step)
+        self._due = [due for due in self._due if due <= step]
+        self._pending = {number: one for number, one in self._pending.items() if one.step <= step}
         for evaluation in self._pending.values():
             if evaluation.leased:
                 self._queue(evaluation)

@@ -94,7 +94,7 @@ class Membership:
             return False
         one.state, one.seedable = "joined", True
         self._empty_since_s = None
-        self._regroup()
+        self.regroup()
         return True
 
     def admit(self, replicas: Sequence[int]) -> None:
@@ -167,6 +167,12 @@ class Membership:
         self.by_files = self.by_files or self._broken == self._settings.tries - 1
         return self._broken < self._settings.tries
 
+    def regroup(self) -> None:
+        """Others are in the group now: replicas, or the trainer that sends."""
+        self.epoch += 1
+        self._broken = 0
+        self.by_files = False
+
     def late(self, now_s: float) -> tuple[int, ...]:
         """The replicas whose restarted process has not joined in time."""
         return tuple(i for i in self._in("restarting") if now_s > self._replicas[i].starts.due_s)
@@ -189,15 +195,9 @@ class Membership:
         was_in_group = one.state in IN_GROUP
         one.state = state
         if was_in_group:
-            self._regroup()
+            self.regroup()
             if not self.group:
                 self._empty_since_s = now_s
-
-    def _regroup(self) -> None:
-        """Others are in the group now."""
-        self.epoch += 1
-        self._broken = 0
-        self.by_files = False
 
     def _note(self, reason: Reason, words: str) -> None:
         self.reasons[reason] += 1

@@ -139,7 +139,7 @@ async def _orchestrate(
         )
     split = make_split(config)
     start = find_start(run, config, parts=False)  # the orchestrator checks them while the children start
-    plan = bind(config, split, allocation, attempt, free_port(allocation.master_address), start.resume)
+    plan = bind(config, split, allocation, attempt)
     publish_plan(run, plan, start)
     token = read_token(run.token)
     leave_what_is_loaded()

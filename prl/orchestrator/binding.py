@@ -11,15 +11,6 @@ from prl.orchestrator.children import ChildPlan
 
 
 @dataclass(frozen=True)
-class Resume:
-    """Where an attempt goes on from: a finished checkpoint, in a new lineage."""
-
-    step: int
-    lineage: int
-    checkpoint: str | None  # folder; None: from the model's own weights
-
-
-@dataclass(frozen=True)
 class Plan:
     attempt: int
     nodes: tuple[Mapping[str, Any], ...]  # name, address and component of each node, in the order of the tasks
@@ -33,7 +24,7 @@ class Plan:
         return asdict(self)
 
 
-def bind(config: Config, split: Split, allocation: Allocation, attempt: int, master_port: int, resume: Resume) -> Plan:
+def bind(config: Config, split: Split, allocation: Allocation, attempt: int) -> Plan:
     """Put every process of the run on a node. Trainer ranks follow one another node by node, so that a tensor-parallel group
     stays within one; actors and verifiers live beside the samplers."""
     nodes: list[Mapping[str, Any]] = []
@@ -54,9 +45,6 @@ def bind(config: Config, split: Split, allocation: Allocation, attempt: int, mas
                     "LOCAL_RANK": str(local),
                     "LOCAL_WORLD_SIZE": str(part.node.trainer_ranks),
                     "MASTER_ADDR": allocation.master_address,
-                    "MASTER_PORT": str(master_port),
-                    "PRL_LINEAGE": str(resume.lineage),
-                    **({"PRL_RESUME": "1"} if resume.checkpoint else {}),
                     **({"PRL_YIELDS_CPU": "1"} if _yields_cpu(config, part.node) else {}),
                     **interface,
                     **_devices(part.node.trainer_devices, config.train.threads),

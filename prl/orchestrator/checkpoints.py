@@ -44,7 +44,9 @@ class Checkpoints:
         *,
         now: Callable[[], Moment],
         settled: Callable[[], Awaitable[None]],
+        before: "Checkpoints | None" = None,
     ) -> None:
+        """`before`: of the trainers that these have taken the place of."""
         self._run = run
         self._options = config.train
         self._attempt = attempt
@@ -53,10 +55,15 @@ class Checkpoints:
         self._now = now
         self._settled = settled
         self._moments: dict[int, Moment] = {}  # of the steps whose files are being written
-        self._asked = False  # somebody wants the next step to be saved
-        self._failures = 0  # saves that came to nothing, and
-        self._retired = 0  # checkpoints that were deleted, so far
-        self._reclaimer = Reclaimer(run, config.run.mark, attempt, in_files=config.streams.backend == "folder")
+        self._asked: bool = before is not None and before._asked  # somebody wants the next step to be saved
+        self._closed = False
+        self._counting = asyncio.Lock()  # held while a checkpoint is made to count
+        self._failures: int = 0 if before is None else before._failures  # saves that came to nothing, and
+        self._retired: int = 0 if before is None else before._retired  # checkpoints that were deleted, so far
+        if before is None:
+            self._reclaimer = Reclaimer(run, config.run.mark, attempt, in_files=config.streams.backend == "folder")
+        else:
+            self._reclaimer = before._reclaimer  # which knows what lies in this attempt's files
         self._reclaims = config.streams.keep == "needed"
         # The newest checkpoint. What it makes superfluous in the streams stays until the next one: should that turn out
         # damaged, a resume goes on from this one.
@@ -64,6 +71,12 @@ class Checkpoints:
 
     def handlers(self) -> dict[str, Handler]:
         return {"checkpoint": self._written, "checkpoint_failed": self._failed}
+
+    async def close(self) -> None:
+        """No further checkpoint counts; returns once the last one does."""
+        self._closed = True
+        async with self._counting:
+            pass
 
     def ask(self) -> None:
         """Save the next step that is trained, whichever it is."""
@@ -86,6 +99,12 @@ class Checkpoints:
     async def _written(self, member: Member, body: Mapping[str, Any]) -> Answer:
         """The trainer's files are durable: the manifest makes them count. Where it cannot be written the trainer goes on,
         unless this was its last save."""
+        async with self._counting:
+            if self._closed:
+                raise ValueError(f"the checkpoint of step {body['step']} does not count: {member.name} is gone")
+            return await self._make_count(body)
+
+    async def _make_count(self, body: Mapping[str, Any]) -> Answer:
         step = int(body["step"])
         moment = self._moments.pop(step, None) or self._now()
         if moment.step != step:

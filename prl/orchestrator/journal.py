@@ -40,7 +40,7 @@ class Journal:
         self._metrics.write(values, kind=names.SAMPLERS, labels={"event": words.partition("\n")[0]})
 
     def restarted(self, restarts: int, words: str) -> None:
-        """What happened to an actor, a verifier or a preprocessor."""
+        """What happened to an actor, a verifier, a preprocessor or the trainer."""
         self._metrics.write(
             {names.PROCESS_RESTARTS: float(restarts)}, kind=names.PROCESSES, labels={"event": words.partition("\n")[0]}
         )

@@ -4,24 +4,23 @@ import asyncio
 import faulthandler
 import logging
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from prl.config.schema import Config
-from prl.control.server import Answer, Bell, ControlServer, Handler, Member
+from prl.control.server import Bell, ControlServer
 from prl.flow.ending import GOES_ON, NO_MEANS, Decision, Means, Reason, decide
 from prl.flow.stall import Queues, waited_for
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.journal import Journal
+from prl.orchestrator.lineages import Lineages
 from prl.orchestrator.outcome import CANCEL, ENDED, REPORTED, Cause, conclude
 from prl.orchestrator.preflight import PreflightDesk
 from prl.orchestrator.processes import ProcessDesk
 from prl.orchestrator.requests import watch_requests
-from prl.orchestrator.resume import Start, checked_start, publish_plan
+from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import LedgerDesk
 from prl.orchestrator.samplers import Samplers
 from prl.orchestrator.updates import Committed, UpdateError
@@ -66,10 +65,7 @@ class Orchestrator:
         self.terminated = asyncio.Event()  # the batch system has sent SIGTERM to this process, or to another node's agent
         self._leaving = False  # nothing that is not needed for a checkpoint is started again or waited for
         self._explained = True  # nobody is asking why the batch system ends processes
-        self._check_given_up = threading.Event()
-        self._checked = asyncio.Event()  # the checkpoint is whole: what comes of it may be used
-        if start.resume.checkpoint is None:
-            self._checked.set()
+        self._running = False  # rollouts are handed out whenever the samplers serve what is trained
         self._samplers = Samplers(
             run,
             config,
@@ -81,14 +77,21 @@ class Orchestrator:
             on_error=self._update_failed,
         )
         self._samplers.desk.changed.on_ring(self._bell.ring)
-        self._work = self._work_from(start)
+        self._lineages = Lineages(
+            run,
+            config,
+            plan,
+            start,
+            make=self._make_work,
+            record=self._ledger_desk.record,
+            settled=self._ledger_desk.settled,
+            processes=lambda: self._processes,
+            causes=self._causes,
+            bell=self._bell,
+        )
         self._server = ControlServer(
             token,
-            {
-                **{name: self._once_checked(name) for name in self._work.handlers},
-                "resume": self._resume,
-                **self._samplers.handlers(),
-            },
+            {**self._lineages.handlers(), **self._samplers.handlers()},
             on_join=lambda member: self._processes.joined(member),
             on_fail=lambda member, error, trace: self._processes.failed(member, error, trace),
         )
@@ -103,14 +106,17 @@ class Orchestrator:
             on_terminated=self.terminated.set,
             actor_joined=self._set_problems,
             actor_lost=lambda actor: self._work.rollouts.lost(actor),
+            trainers_lost=self._leave_lineage,
             done_with=self._is_done_with,
             finished=lambda: self._work.steps.finished,
+            leaving=lambda: self._leaving,
         )
         self._preflight = PreflightDesk(run, config, plan, self._causes, self._bell)
         self._server.add({**self._processes.handlers(), **self._preflight.handlers()})
 
     async def serve(self, host: str) -> str:
         """Open the control plane and say where it is."""
+        self._lineages.open(host)
         url = await self._server.start(host)
         await self._samplers.prepare()
         self._journal.phase("starting")
@@ -160,7 +166,8 @@ class Orchestrator:
     async def lead(self) -> Outcome:
         """Through all phases to the end; returns once all nodes have ended their children, or their time is up."""
         background = [
-            asyncio.create_task(self._check_start(), name="the check of the checkpoint"),
+            asyncio.create_task(self._lineages.check(), name="the check of the checkpoint"),
+            asyncio.create_task(self._lineages.follow(), name="the return to a checkpoint"),
             asyncio.create_task(self._processes.watch_silence(), name="the watch over silent processes"),
             asyncio.create_task(self._watch_overdue_groups(), name="the watch over groups that do not come back"),
             asyncio.create_task(self._watch_requests(), name="the watch for STOP and SAVE"),
@@ -179,9 +186,13 @@ class Orchestrator:
         await asyncio.gather(*background, return_exceptions=True)  # an exception of theirs is a cause already
         return await self.close()
 
-    # Where the attempt starts
+    # What is trained
 
-    def _work_from(self, start: Start) -> Work:
+    @property
+    def _work(self) -> Work:
+        return self._lineages.work
+
+    def _make_work(self, start: Start, before: Work | None) -> Work:
         return Work(
             start,
             run=self._run,
@@ -193,35 +204,18 @@ class Orchestrator:
             settled=self._ledger_desk.settled,
             wants_version=self._samplers.wants_version,
             current=lambda: self._samplers.current,
+            before=before,
         )
 
-    async def _check_start(self) -> None:
-        """Read the checkpoint while the processes of the run start. None of it, and nothing that depends on it, has been used
-        where it turns out damaged: the attempt then begins at an older one."""
-        if self._checked.is_set():
-            return
-        before = self._work.start
-        start = await asyncio.to_thread(checked_start, self._run, self._config, before, self._check_given_up)
-        if self._check_given_up.is_set():
-            return
-        if start is not before:
-            self._work = self._work_from(start)
-            await asyncio.to_thread(publish_plan, self._run, self._plan, start)
-        self._checked.set()
+    def _leave_lineage(self) -> None:
+        """The trainers end: nothing is handed out until the samplers have the version at which others begin."""
+        self._lineages.leave()
+        self._samplers.leave(self._work.lineage)
+
+    def _open_rollouts(self) -> None:
+        if self._running and self._lineages.certain and self._samplers.serve_lineage:
+            self._work.rollouts.open = True
         self._bell.ring()
-
-    def _once_checked(self, name: str) -> Handler:
-        """The call to a desk that is held until it is certain where the attempt starts."""
-
-        async def call(member: Member, body: Mapping[str, Any]) -> Answer:
-            await self._checked.wait()
-            return await self._work.handlers[name](member, body)
-
-        return call
-
-    async def _resume(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        await self._checked.wait()
-        return {"checkpoint": self._work.start.resume.checkpoint}
 
     # The phases
 
@@ -229,7 +223,8 @@ class Orchestrator:
         control, weights = self._config.control, self._config.weights
         if not await self._preflight.passed():
             return
-        if not await self._causes.wait(self._checked.is_set, control.wait_s, lambda: "the checkpoint's files to be checked"):
+        checking = "the checkpoint's files to be checked"
+        if not await self._causes.wait(lambda: self._lineages.certain, control.wait_s, lambda: checking):
             return
         if not await self._causes.wait(self._processes.all_joined, control.start_s, self._processes.missing):
             return
@@ -243,18 +238,18 @@ class Orchestrator:
             lambda: self._samplers.current is not None, deadline_s, lambda: "the first version at all samplers"
         ):
             self._journal.phase("running")
-            self._work.rollouts.open = True
-            self._bell.ring()
+            self._running = True
+            self._open_rollouts()
             await self._run_steps()
 
     async def _run_steps(self) -> None:
         """Until the trainer has finished; a step or some groups have to end within control.no_progress_s."""
-        wait_s, work = self._config.control.wait_s, self._work
-        while not work.steps.finished and not self._causes:
-            if work.dispatcher.used_up:
-                work.finish(f"every problem was used {self._config.run.epochs} times")
-            if not await self._bell.until(partial(self._goes_on, work.position()), self._config.control.no_progress_s):
-                await self._end_stalled()
+        wait_s, no_progress_s = self._config.control.wait_s, self._config.control.no_progress_s
+        while not self._work.steps.finished and not self._causes:
+            if self._lineages.certain and self._work.dispatcher.used_up:
+                self._work.finish(f"every problem was used {self._config.run.epochs} times")
+            if not await self._bell.until(partial(self._goes_on, self._work.position()), no_progress_s):
+                await self._look_into_stall()
         self._journal.phase("finishing")
         if not self._causes:
             limit_s = self._config.weights.update_s
@@ -263,11 +258,14 @@ class Orchestrator:
             # No cause to fail: the trained model is safe.
             log.warning("the last evaluation did not end within %.0f s", wait_s)
 
-    def _goes_on(self, since: tuple[int, int, bool]) -> bool:
+    def _goes_on(self, since: tuple[int, int, int, bool]) -> bool:
         return bool(self._causes) or self._work.position() != since or self._work.steps.finished
 
-    async def _end_stalled(self) -> None:
-        """Nothing goes on: leave in the logs what everyone is at, and end the run with the name of who is waited for."""
+    async def _look_into_stall(self) -> None:
+        """Nothing goes on: leave in the logs what everyone is at. Where the trainer is waited for it begins again; anyone else
+        ends the run, with its name."""
+        if not self._processes.trainers_complete:
+            return  # their start has a deadline of its own
         work, samplers = self._work, self._samplers
         queues = Queues(
             serving=len(samplers.membership.serving),
@@ -283,11 +281,15 @@ class Orchestrator:
         await asyncio.sleep(STACKS_S)
         words = f"no progress for {self._config.control.no_progress_s:g} s at step {work.steps.trained + 1}: waited for "
         words += f"{role}, {why} ({self._processes.doing()}); stacks are in {self._run.logs(self._plan.attempt)}"
-        self._causes.add(Cause(words, role, ENDED))
+        cause = Cause(words, role, ENDED)
+        if role == "trainer":
+            self._processes.renew_trainers(cause)
+        else:
+            self._causes.add(cause)
 
     async def _end(self) -> None:
         """Tell everyone to stop; failed runs end at once, good ones give their children time."""
-        self._check_given_up.set()
+        self._lineages.give_up()
         if self._causes:
             await asyncio.sleep(GATHER_CAUSES_S)
             await self._bell.until(lambda: self._explained, EXPLAINED_S)
@@ -325,27 +327,32 @@ class Orchestrator:
     # What goes on meanwhile
 
     async def _watch_overdue_groups(self) -> None:
-        await self._checked.wait()
         while True:
             await asyncio.sleep(self._config.control.heartbeat_s)
-            await self._work.rollouts.expire()
+            if self._lineages.certain:
+                await self._work.rollouts.expire()
 
     async def _watch_requests(self) -> None:
-        await self._checked.wait()
+        await self._bell.until(lambda: self._lineages.certain, self._config.control.wait_s)
         every_s = self._config.control.heartbeat_s
         await watch_requests(
-            self._run, every_s, stop=partial(self._work.finish, reason="stopped"), save=self._work.checkpoints.ask
+            self._run,
+            every_s,
+            stop=lambda words: self._work.finish(words, "stopped"),
+            save=lambda: self._work.checkpoints.ask(),
         )
 
     def _committed(self, committed: Committed) -> None:
         self._journal.committed(committed)
-        self._bell.ring()
+        self._open_rollouts()
 
     def _update_failed(self, error: UpdateError) -> None:
         self._causes.add(Cause(str(error), "sampler", REPORTED))
 
     def _is_done_with(self, role: str) -> bool:
         """Whether the run can end well without the processes of a role from now on."""
+        if not self._lineages.certain and not self._leaving:
+            return False
         steps = self._work.steps
         if role == "trainer":
             return steps.finished

@@ -12,7 +12,7 @@ from prl.control.options import ControlOptions
 from prl.control.server import Answer, Bell, ControlServer, Handler, Member
 from prl.flow.ending import Reason
 from prl.flow.membership import IN_GROUP
-from prl.flow.restarts import RestartRule, Restarts
+from prl.flow.restarts import RestartRule, Restarts, Together
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.outcome import AGENT, ENDED, REPORTED, Cause, child_cause
@@ -20,7 +20,7 @@ from prl.orchestrator.replicas import SERVING_POLL_S
 from prl.orchestrator.samplers import Samplers
 from prl.runfolder.publish import says_full
 
-RESTARTED = ("actor", "verifier", "preprocess")  # beside samplers, which have their membership
+RESTARTED = ("actor", "verifier", "preprocess")  # each by itself, beside samplers, which have their membership
 LATE_S = 1.0  # later than this after a sleep, this process was held up
 log = logging.getLogger(__name__)
 
@@ -39,13 +39,16 @@ class ProcessDesk:
         on_terminated: Callable[[], None],
         actor_joined: Callable[[], None],
         actor_lost: Callable[[int], Awaitable[None]],
+        trainers_lost: Callable[[], None],
         done_with: Callable[[str], bool],
         finished: Callable[[], bool],
+        leaving: Callable[[], bool],
     ) -> None:
         """`on_restarts`: how many there were, and what happened in words. `on_terminated`: the batch system has sent SIGTERM to
-        a node's agent. `actor_joined`: another one has its problems;
-        `actor_lost`: what it held has to be handed out again. `done_with` a role: the run can end well without its processes
-        from now on; `finished`: so can it without anyone who samples."""
+        a node's agent. `actor_joined`: another one has its problems; `actor_lost`: what it held has to be handed out again;
+        `trainers_lost`: they are all ended, and others take their place. `done_with` a role: the run can end well without its
+        processes from now on; `finished`: so can it without anyone who samples; `leaving`: there is no time to train anything
+        again."""
         self.nodes_done: set[int] = set()
         self._server = server
         self._plan = plan
@@ -59,7 +62,10 @@ class ProcessDesk:
         self._on_terminated = on_terminated
         self._actor_joined = actor_joined
         self._actor_lost = actor_lost
+        self._trainers_lost = trainers_lost
+        self._leaving = leaving
         rule = RestartRule(options.restarts, options.restart_pause_s, options.start_s)
+        self._trainers = Together(rule, [child.name for child in plan.children if child.role == "trainer"])
         self._restarts = Restarts(rule, [child.name for child in plan.children if child.role in RESTARTED])
         self._dumps = 0
         self._said: dict[str, Cause] = {}  # by such a process, or of it, before it ended
@@ -87,6 +93,10 @@ class ProcessDesk:
             self._restarts.join(member.name)
             if again:
                 self._note(f"{member.name} is there again")
+        if member.name in self._trainers:
+            self._trainers.join(member.name)
+            if self._trainers.again and self._trainers.complete:
+                self._note("all trainer ranks are there again")
         (self._samplers.desk.changed if member.role == "verifier" else self._bell).ring()
 
     def all_joined(self) -> bool:
@@ -110,7 +120,9 @@ class ProcessDesk:
             self._samplers.desk.fence(member.index, "failed", f"{member.name}: {error}")
             return
         cause = Cause(f"{member.name}: {error}", member.role, AGENT if member.role == "agent" else REPORTED, trace)
-        if member.name in self._restarts and self._restarts.state(member.name) != "starting" and not says_full(error):
+        by_itself = member.name in self._restarts and self._restarts.state(member.name) != "starting"
+        restarts = by_itself or (member.name in self._trainers and self._may_restart_trainers())
+        if restarts and not member.ends_run and not says_full(error):
             self._said[member.name] = cause  # it ends now, and may be started again
         else:
             self._causes.add(cause)
@@ -129,6 +141,8 @@ class ProcessDesk:
             return {}
         if child in self._restarts:
             return self._restarted(child, body)
+        if child in self._trainers:
+            return self._trainer_ended(child, body)
         cause, words = child_cause(body), str(body["words"])
         if role != "sampler" or not self._samplers.has_joined(index):
             self._causes.add(cause)
@@ -155,6 +169,78 @@ class ProcessDesk:
         self._samplers.desk.changed.ring()  # nobody is to send the token to where a verifier listened
         return {"restart_after_s": pause_s}
 
+    # Trainers
+
+    @property
+    def trainer_starts(self) -> int:
+        """How often they were started again."""
+        return self._trainers.again
+
+    @property
+    def trainers_to_end(self) -> list[str]:
+        """Who of them, and of the preprocessors that work for them, has to end before others may begin."""
+        preprocessors = [name for name, _ in self._restarts.to_end if name.startswith("preprocess ")]
+        return [*(name for name, _ in self._trainers.to_end), *preprocessors]
+
+    @property
+    def trainers_complete(self) -> bool:
+        return self._trainers.complete
+
+    def renew_trainers(self, cause: Cause) -> None:
+        """They are not trusted any more, since one of them stands still: all begin again, or the run ends with this cause."""
+        if self._trainers.to_end:
+            return  # that is known
+        if self._may_restart_trainers() and self._trainers.renew(time.monotonic()):
+            self._begin_again(cause.words)
+        else:
+            self._causes.add(self._worn_out(cause))
+
+    def _may_restart_trainers(self) -> bool:
+        return self._trainers.may_restart and not self._causes and not self._leaving() and not self._finished()
+
+    def _trainer_ended(self, child: str, body: Mapping[str, Any]) -> Answer:
+        """One of a crew that ends, or the first one, with which all of them have to end and begin again."""
+        ended = child_cause(body)
+        cause = self._said.pop(child, ended)
+        words = cause.words if cause is ended else f"{cause.words}; then {ended.words}"
+        expected = child in [name for name, _ in self._trainers.to_end]
+        if not expected and not self._may_restart_trainers():
+            self._causes.add(self._worn_out(cause))
+            return {}
+        pause_s = self._trainers.died(child, time.monotonic())
+        if expected:
+            self._note(words)
+            self._bell.ring()  # it may have been the last one
+        else:
+            self._begin_again(words)
+        return {"restart_after_s": pause_s}
+
+    def _begin_again(self, words: str) -> None:
+        self._note(f"{words}; all trainer ranks are started again, from the newest checkpoint")
+        for child in self._plan.children:
+            if child.role == "preprocess":
+                self._restarts.renew(child.name)
+        self._trainers_lost()
+        self._samplers.desk.changed.ring()  # who is to end
+
+    def _worn_out(self, cause: Cause) -> Cause:
+        again = self._trainers.again
+        often = f"; the trainer had been started again {again} times (control.restarts)" if again else ""
+        return replace(cause, words=f"{cause.words}{often}")
+
+    def _look_after_trainers(self) -> None:
+        """Those that were started again have to join in time."""
+        if self._trainers.late(time.monotonic()):
+            to_end = self.trainers_to_end
+            words = f"{', '.join(to_end)} did not end" if to_end else "the trainer was started again and did not join"
+            cause = Cause(f"{words} within {self._options.start_s:g} s", "trainer", ENDED)
+            if to_end:
+                self._causes.add(cause)
+            else:
+                self.renew_trainers(cause)
+
+    # Silence
+
     def _give_up(self, name: str, words: str) -> None:
         """Have a process end that is not trusted any more."""
         if self._restarts.fence(name):
@@ -164,7 +250,7 @@ class ProcessDesk:
 
     def _note(self, words: str) -> None:
         log.warning("%s", words)
-        self._on_restarts(self._restarts.granted, words)
+        self._on_restarts(self._restarts.granted + self._trainers.again, words)
 
     async def watch_silence(self) -> None:
         """A member that was silent for too long is as good as dead; unless this process itself was held up, and has not read
@@ -175,6 +261,7 @@ class ProcessDesk:
             asleep = time.monotonic()
             await asyncio.sleep(options.heartbeat_s)
             self._look_after_samplers()
+            self._look_after_trainers()
             for name in self._restarts.late(time.monotonic()):
                 self._give_up(name, f"{name} was started again and did not join in time")
             if time.monotonic() - asleep > options.heartbeat_s + LATE_S:
@@ -191,6 +278,8 @@ class ProcessDesk:
                     continue
                 elif member.name in self._restarts:
                     self._give_up(member.name, words)
+                elif member.name in self._trainers:
+                    self.renew_trainers(Cause(words, member.role, ENDED))
                 else:
                     lost: Reason = "node failure" if member.role == "agent" else "error"
                     self._causes.add(Cause(words, member.role, ENDED, reason=lost))
@@ -216,7 +305,7 @@ class ProcessDesk:
         known = [tuple(entry) for entry in body["known"]]
 
         def to_end() -> list[tuple[str, int]]:
-            wanted = [*self._samplers.desk.to_end, *self._restarts.to_end]
+            wanted = [*self._samplers.desk.to_end, *self._restarts.to_end, *self._trainers.to_end]
             return [entry for entry in wanted if entry[0] in own and entry not in known]
 
         def news() -> bool:

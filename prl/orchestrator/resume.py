@@ -1,4 +1,5 @@
-"""Where an attempt starts: afresh, or from the last finished checkpoint with the ledger and the step files behind it."""
+"""Where an attempt starts, and its trainers where they are started again: afresh, or from the last finished checkpoint with
+the ledger and the step files behind it."""
 
 import logging
 import os
@@ -17,10 +18,11 @@ from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.events import EventKind, LedgerEvent
 from prl.flow.ids import RolloutId
 from prl.flow.problems import DispatcherError
-from prl.orchestrator.binding import Plan, Resume
+from prl.flow.versions import Version
+from prl.orchestrator.binding import Plan
 from prl.orchestrator.replay import replayed_steps
 from prl.orchestrator.steps import StepEntry
-from prl.runfolder.manifest import ManifestError, check_parts, newest_manifest, read_manifest
+from prl.runfolder.manifest import Manifest, ManifestError, check_parts, newest_manifest, read_manifest
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.plan import PlanError, read_plan
 from prl.runfolder.publish import publish_json
@@ -37,39 +39,56 @@ class ResumeError(Exception):
 
 
 @dataclass(frozen=True)
-class Start:
+class Resume:
+    """Where trainers begin: at a finished checkpoint, in a new lineage, or at the model's own weights."""
+
+    step: int
+    lineage: int
+    checkpoint: str | None  # folder; None: from the model's own weights
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a trainer goes on from: a whole checkpoint, or the model, and the durable step files behind it."""
+
     resume: Resume
     forks: Mapping[int, int]  # lineage -> the step at which it left the one before
+    waiting: Sequence[StepEntry]  # step files that are trained again as they are
+    left_out: Sequence[RolloutId]  # of their groups, but of no step file
+    evaluations_reached: int
+    refused: Sequence[str]  # newer checkpoints and step files that are damaged or foreign, and how
+
+
+@dataclass(frozen=True)
+class Start:
+    resume: Resume
+    forks: Mapping[int, int]
     dispatcher: Dispatcher
-    waiting: Sequence[StepEntry]  # durable step files that are trained again as they are
+    waiting: Sequence[StepEntry]
     evaluations_reached: int
     reissued: Sequence[LedgerEvent]  # to be recorded before anything else
-    refused: Sequence[str] = ()  # newer checkpoints and step files that are damaged or foreign, and how
+    refused: Sequence[str] = ()
 
 
 def find_start(run: RunFolder, config: Config, *, parts: bool = True, lineage: int | None = None) -> Start:
-    """Where the newest whole checkpoint, if there is one, and what lies behind it lead. Checkpoints that are damaged are passed
-    over with a word. Without `parts` only the sizes of a checkpoint's files are looked at, and `checked_start` has to follow.
-    `lineage` is the attempt's, where it has one already. Raises ResumeError where none is whole, or the files do not fit
-    together."""
+    """Where the newest whole checkpoint, if there is one, and what lies behind it lead a new attempt. Checkpoints that are
+    damaged are passed over with a word. Without `parts` only the sizes of a checkpoint's files are looked at, and
+    `checked_start` has to follow. `lineage` is the attempt's, where it has one already. Raises ResumeError where none is whole,
+    or the files do not fit together."""
     settings = dispatcher_settings(config)
-    manifest, refused = newest_manifest(run, parts=parts)
-    for words in refused:
-        log.error("%s", words)
+    manifest, refused = _newest(run, parts=parts)
     _check_ledgers(run)
     earlier = read_ledger(run.ledgers)  # as columns: of all attempts it may be tens of millions of rows
     if manifest is None:
-        if refused:
-            raise ResumeError(f"{run}: no checkpoint is whole; restore one, or submit the run anew. {'; '.join(refused)}")
         if len(earlier):
             raise ResumeError(f"{run}: this run has begun before and left no checkpoint to go on from; submit it anew")
         waiting = replayed_steps(config, 0) if config.run.replay else []
         return Start(Resume(0, 0, None), {}, Dispatcher(settings), waiting, 0, ())
-    step, path, counted = manifest.step, run.manifest(manifest.step), manifest.events
-    if len(earlier) < counted:
-        raise ResumeError(f"{path} counts on {counted} rows of the ledger in {run.ledgers}, which has {len(earlier)}")
+    path = run.manifest(manifest.step)
+    if len(earlier) < manifest.events:
+        raise ResumeError(f"{path} counts on {manifest.events} rows of the ledger in {run.ledgers}, which has {len(earlier)}")
     try:
-        since = list(ledger_events(earlier.slice(counted)))
+        since = list(ledger_events(earlier.slice(manifest.events)))
         dispatcher = Dispatcher(settings, manifest.dispatcher)
         dispatcher.replay(since)
     except (DispatcherError, StreamError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -78,8 +97,49 @@ def find_start(run: RunFolder, config: Config, *, parts: bool = True, lineage: i
             f"were written by another version of prl, or belong to different runs; submit the run anew"
         ) from error
     lineage = _last_lineage(run) + 1 if lineage is None else lineage
-    forks = dict(manifest.forks)
-    forks |= dict.fromkeys(range(manifest.lineage + 1, lineage + 1), step)  # also of attempts that left nothing
+    return go_back(_behind(run, config, manifest, refused, earlier, since, lineage), dispatcher, "attempt ended")
+
+
+def find_remains(run: RunFolder, config: Config, lineage: int) -> Remains:
+    """Where the newest whole checkpoint, or without any the model, and what lies behind it lead new trainers of the attempt
+    that goes on. All that the ledger is to say has to be durable. Raises ResumeError."""
+    manifest, refused = _newest(run, parts=True)
+    earlier = read_ledger(run.ledgers)
+    since = list(ledger_events(earlier.slice(0 if manifest is None else manifest.events)))
+    return _behind(run, config, manifest, refused, earlier, since, lineage)
+
+
+def go_back(remains: Remains, dispatcher: Dispatcher, reason: str) -> Start:
+    """With a dispatcher that knows of all that the ledger says; `reason` is why what is in flight is issued again."""
+    in_files = {rollout.group for entry in remains.waiting for rollout in entry.trained}
+    events = dispatcher.discarded(remains.left_out, "left out of a step file")
+    events += dispatcher.went_back(Version(remains.resume.lineage, remains.resume.step), reason, in_files)
+    return Start(
+        remains.resume, remains.forks, dispatcher, remains.waiting, remains.evaluations_reached, events, remains.refused
+    )
+
+
+def _newest(run: RunFolder, *, parts: bool) -> tuple[Manifest | None, list[str]]:
+    manifest, refused = newest_manifest(run, parts=parts)
+    for words in refused:
+        log.error("%s", words)
+    if manifest is None and refused:
+        raise ResumeError(f"{run}: no checkpoint is whole; restore one, or submit the run anew. {'; '.join(refused)}")
+    return manifest, refused
+
+
+def _behind(
+    run: RunFolder,
+    config: Config,
+    manifest: Manifest | None,
+    refused: Sequence[str],
+    earlier: pa.Table,
+    since: Sequence[LedgerEvent],
+    lineage: int,
+) -> Remains:
+    """`earlier` is the ledger, `since` what it says behind the manifest: all of it, where there is none."""
+    step, left, forks = (0, 0, {}) if manifest is None else (manifest.step, manifest.lineage, dict(manifest.forks))
+    forks |= dict.fromkeys(range(left + 1, lineage + 1), step)  # also of attempts and trainers that left nothing
     told: list[str] = []
     if config.run.replay:
         waiting = replayed_steps(config, step)
@@ -87,12 +147,15 @@ def find_start(run: RunFolder, config: Config, *, parts: bool = True, lineage: i
         waiting, told = _steps_behind(run, config.run.mark, step, earlier, since)
         _check_trained_again(run, step, waiting, since, refused)
     in_files = {rollout for entry in waiting for rollout in entry.trained}
-    keep = {rollout.group for rollout in in_files}
-    left_out = [e.rollout for e in _events_of(earlier, keep, {"issued"}) if e.rollout not in in_files]
-    events = dispatcher.discarded(left_out, "left out of a step file")
-    events += dispatcher.reissue_outstanding("attempt ended", keep)
-    resume = Resume(step, lineage, str(path.parent))
-    return Start(resume, forks, dispatcher, waiting, manifest.evaluations_reached, events, [*refused, *told])
+    issued = _events_of(earlier, {rollout.group for rollout in in_files}, {"issued"})
+    return Remains(
+        Resume(step, lineage, None if manifest is None else str(run.checkpoint(step))),
+        forks,
+        waiting,
+        [event.rollout for event in issued if event.rollout not in in_files],
+        0 if manifest is None else manifest.evaluations_reached,
+        [*refused, *told],
+    )
 
 
 def checked_start(run: RunFolder, config: Config, start: Start, given_up: threading.Event) -> Start:

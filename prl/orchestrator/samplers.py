@@ -64,6 +64,7 @@ class Samplers:
         self.prepare = self._seeder.begin
         self.seed = self._seeder.run  # those that come (back), until cancelled
         self.begin = self._updater.begin  # all are there
+        self.leave = self._updater.leave  # the trainer of a lineage is gone
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -87,6 +88,11 @@ class Samplers:
         """The version that they serve."""
         return self._updater.current
 
+    @property
+    def serve_lineage(self) -> bool:
+        """Whether they serve a version of the lineage that is trained."""
+        return self.current is not None and self.current.version.lineage == self._work().lineage
+
     def all_committed(self) -> bool:
         """Whether no version is on its way."""
         return self._updater.under_way is None
@@ -101,25 +107,29 @@ class Samplers:
         step, current = self._work().steps.trained, self.current
         if not self.all_committed() or not self.membership.group or not self._is_sent(step):
             return False
-        return current is None or current.version.step != step or bool(self.membership.to_send)
+        return current is None or current.version != Version(self._work().lineage, step) or bool(self.membership.to_send)
 
     async def _offer_version(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        """In conventional mode samplers get the first version and those that end a generation; a replay has none. A run that
-        leaves its nodes has no time for it."""
+        """In conventional mode samplers get the first version of a lineage and those that end a generation; a replay has none.
+        A run that leaves its nodes has no time for it."""
         if self._work().steps.leaving or not self._is_sent(int(body["step"])):
             return {"epoch": int(body["epoch"]), "world_size": 0, "send": False}
         return await self._updater.offer(body, newer_comes=not self._must_arrive(int(body["step"])))
 
     def _must_arrive(self, step: int) -> bool:
-        """Whether a version may not be passed over for a newer one: there is none, or it is to be evaluated."""
+        """Whether a version may not be passed over for a newer one: there is none, or it is to be evaluated, or it is the first
+        of its lineage, before which nothing is sampled."""
         run = self._options
         evaluated = run.evaluate_every_steps and step % run.evaluate_every_steps == 0
-        return run.mode == "conventional" or step == run.steps or self._work().steps.finishing or bool(evaluated)
+        last = step == run.steps or self._work().steps.finishing
+        before = self._updater.under_way
+        first = not self.serve_lineage and (before is None or before.lineage < self._work().lineage)
+        return run.mode == "conventional" or last or bool(evaluated) or first
 
     def _is_sent(self, step: int) -> bool:
         run = self._options
         inside = run.mode == "conventional" and step % run.steps_per_generation and step != run.steps
-        return not run.replay and not (inside and self.current is not None)
+        return not run.replay and not (inside and self.serve_lineage)
 
     def _committed(self, committed: Committed) -> None:
         self._seeder.committed(committed)

@@ -65,6 +65,10 @@ class StepDesk:
         self._wanted_bell = Bell()  # a thousand actors need not wake for everything
         bell.on_ring(self._look_for_wanted)
 
+    def close(self) -> None:
+        """Others take its place."""
+        self._bell.off_ring(self._look_for_wanted)
+
     def handlers(self) -> dict[str, Handler]:
         return {
             "wanted": self._wanted_now,

@@ -70,6 +70,7 @@ class WeightUpdater:
         self._update: Update | None = None
         self._held: str | None = None  # the digest of what all of the connected group have committed last
         self._manned = False
+        self._left = -1  # the newest lineage whose trainer is gone
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -80,6 +81,14 @@ class WeightUpdater:
     def begin(self) -> None:
         """All samplers are there: the first offer need not wait any longer."""
         self._manned = True
+        self._changed.ring()
+
+    def leave(self, lineage: int) -> None:
+        """The trainer of this lineage is gone: what it was sending does not arrive, and another one is met in another group."""
+        self._left = lineage
+        self._desk.membership.regroup()
+        if self._update is not None:
+            self._update.failed = self._update.failed or f"the trainer ended while it sent version {self._update.version}"
         self._changed.ring()
 
     async def close(self) -> None:
@@ -106,7 +115,7 @@ class WeightUpdater:
             return nobody
         armed = False
         try:
-            while (group := self._desk.group) and time.monotonic() < end:
+            while (group := self._desk.group) and time.monotonic() < end and version.lineage > self._left:
                 membership = self._desk.membership
                 transport = "filesystem" if membership.by_files else self._options.transport
                 what = transport, int(body["senders"]), body["tensors"]
@@ -115,7 +124,7 @@ class WeightUpdater:
                 self._changed.ring()  # whoever seeds a sampler gives that up
                 held = None if transport != "gather" or self._connected_epoch != update.epoch else self._held
                 self._held = None  # until this version is committed
-                armed = update.by_files or await self._arm(update, body)
+                armed = (update.by_files or await self._arm(update, body)) and version.lineage > self._left
                 if armed:
                     self._start(self._finish(update), f"commit {version}")
                     whom = {"world_size": update.world_size, "samplers": [replica.index for replica in group]}
@@ -127,6 +136,8 @@ class WeightUpdater:
             if not armed:
                 self._update = None
                 self._changed.ring()
+        if version.lineage <= self._left:
+            raise ValueError(f"version {version} is not sent: its trainer has ended")
         log.warning("version %s is not sent: there is no sampler to send it to", version)
         return nobody
 
@@ -243,6 +254,8 @@ class WeightUpdater:
             holders = self._verified(update) if update.arrived() and not update.failed else []
             if holders:
                 await self._commit(update, holders)
+            elif update.version.lineage <= self._left:
+                log.warning("version %s is given up: %s", update.version, update.failed)
             elif (not update.crippled or (update.failed and update.by_files)) and not self._broke(update.failed):
                 raise UpdateError(
                     f"version {update.version} did not reach the samplers, in one group after another: {update.failed}"
@@ -303,11 +316,13 @@ class WeightUpdater:
 
     async def _commit(self, update: Update, holders: Sequence[Replica]) -> None:
         began = time.monotonic()
+        # What was computed with weights of an abandoned past is used by nobody, whatever the option.
+        new_lineage = self.current is not None and update.version.lineage > self.current.version.lineage
         commit = {
             "lineage": update.version.lineage,
             "step": update.version.step,
             "digest": update.digest,
-            "clear_cache": self._options.prefix_cache == "recompute",
+            "clear_cache": self._options.prefix_cache == "recompute" or new_lineage,
         }
         answers = await self._ask_all(holders, "commit", [commit] * len(holders), self._options.update_s)
         if not answers or update.digest is None:

@@ -34,10 +34,12 @@ class Work:
         settled: Callable[[], Awaitable[None]],
         wants_version: Callable[[], bool],
         current: Callable[[], Committed | None],
+        before: "Work | None" = None,
     ) -> None:
         """`record`, `settled`: of the ledger's desk; `wants_version`: see StepDesk; `current`: the
-        version that the samplers carry."""
+        version that the samplers carry; `before`: what the trainers had done that these have taken the place of."""
         self.start = start
+        self.lineage = start.resume.lineage
         self.dispatcher = start.dispatcher
         self._all_trained = Ending(f"all {config.run.steps} steps trained")
         self.ending = self._all_trained
@@ -46,7 +48,16 @@ class Work:
         self._bell = bell
         self._current = current
         self._stop_rule = StopRule(config.run.stop_at_reward, config.run.stop_after_evaluations, start.evaluations_reached)
-        self.checkpoints = Checkpoints(run, config, attempt, start, journal, now=self._moment, settled=settled)
+        self.checkpoints: Checkpoints = Checkpoints(
+            run,
+            config,
+            attempt,
+            start,
+            journal,
+            now=self._moment,
+            settled=settled,
+            before=None if before is None else before.checkpoints,
+        )
         self.rollouts = RolloutDesk(
             self.dispatcher,
             record,
@@ -73,30 +84,47 @@ class Work:
             **self.steps.handlers(),
             **self.checkpoints.handlers(),
         }
+        self._asked: Ending | None = None if before is None else before._asked  # how the run is to end, as soon as it may
+        if self.steps.trained >= config.run.steps:
+            self._asked = self._all_trained  # the checkpoint is the last: nothing but the export is left
+        self._end_if_due()
+
+    async def close(self) -> None:
+        """Its trainers are gone, and others take it up again; returns once nothing of it goes on."""
+        self.rollouts.open = False
+        self.steps.close()
+        await self.checkpoints.close()
 
     def finish(self, words: str, reason: Reason = "done") -> None:
-        """End the run well after the step in hand; the first reason counts."""
-        if not self.steps.finishing:
-            self.ending = Ending(words, reason)
-            self.steps.finishing = True
-            self._bell.ring()
+        """End the run well after the step in hand, and after all that were trained before a rollback: else their rollouts would
+        have no end. The first reason counts."""
+        self._asked = self._asked or Ending(words, reason)
+        self._end_if_due()
 
     def leave(self, words: str, reason: Reason) -> None:
         """Save after the step in hand, and end without anything that could as well be done later."""
-        self.finish(words, reason)
-        self.steps.leaving = True
+        self.ending = self.ending if self.steps.finishing else Ending(words, reason)
+        self.steps.finishing = self.steps.leaving = True
         self._bell.ring()
 
     def all_evaluated(self) -> bool:
         return not self.dispatcher.evaluations_pending
 
-    def position(self) -> tuple[int, int, bool]:
-        """Something that changes whenever a step or some groups have ended."""
-        return self.steps.trained, self.rollouts.announced, self.dispatcher.used_up
+    def position(self) -> tuple[int, int, int, bool]:
+        """Something that changes whenever a step or some groups have ended, or trainers begin again."""
+        return self.lineage, self.steps.trained, self.rollouts.announced, self.dispatcher.used_up
+
+    def _end_if_due(self) -> None:
+        is_due = self.steps.trained >= self.dispatcher.furthest_trained
+        if self._asked is not None and is_due and not self.steps.finishing:
+            self.ending = self._asked
+            self.steps.finishing = True
+            self._bell.ring()
 
     def _trained(self, step: int, train: Mapping[str, float], data: Mapping[str, float]) -> bool:
         """Note a trained step; whether it was the last."""
         self._journal.trained(step, train, data, self._current())
+        self._end_if_due()
         last = step >= self._config.run.steps
         if last:  # also where it was to leave: nothing but the export would be left for later
             self.ending, self.steps.leaving = self._all_trained, False

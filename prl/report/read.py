@@ -193,11 +193,12 @@ def _failed_saves(events: Iterable[Event]) -> Iterator[str]:
 
 
 def _restarts(events: Iterable[Event]) -> Iterator[str]:
-    """Of actors, verifiers and preprocessors, by attempt."""
+    """Of actors, verifiers, preprocessors and the trainer, by attempt."""
     last = {event.attempt: event for event in events if event.kind == names.PROCESSES}
     for attempt, event in last.items():
         count, words = int(event.values.get(names.PROCESS_RESTARTS, 0)), event.labels.get("event", "")
-        yield f"attempt {attempt}: {count} restarts of actors, verifiers and preprocessors; the last that happened: {words}"
+        who = "actors, verifiers, preprocessors and the trainer"
+        yield f"attempt {attempt}: {count} restarts of {who}; the last that happened: {words}"
 
 
 def _events(folder: Path) -> tuple[list[Event], Sequence[str]]:

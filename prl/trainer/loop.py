@@ -1,6 +1,5 @@
 """A trainer rank's life: load, publish the starting version, then step after step until the orchestrator says stop."""
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from megatron.core import parallel_state
 from prl.config.hf_config import read_model_config
 from prl.config.load import load
 from prl.config.schema import Config
-from prl.control.child import Child
+from prl.control.child import Child, EndsRun
 from prl.control.threaded import ThreadedClient
 from prl.metrics import names
 from prl.runfolder.paths import RunFolder
@@ -33,23 +32,28 @@ from prl.trainer.table import Sliced, random_weights
 from prl.trainer.weights_out import WeightsOut
 
 
+class TooManySkipped(EndsRun):
+    """One gradient after another is not finite."""
+
+
 def run(child: Child, client: ThreadedClient) -> None:
     """The whole life of one rank. Raises what ended it, if anything did."""
     config = child.config
     # The longest wait of a rank for another: rank 0 offering a version and sending it, and once more where that failed.
     timeout_s = config.control.start_s + config.control.wait_s + 4 * config.weights.group_s + 6 * config.weights.update_s
-    start_groups(config.train, timeout_s=timeout_s)
+    begins = client.call("training", {}, deadline_s=config.control.start_s, reason="where the trainer begins")
+    start_groups(config.train, timeout_s=timeout_s, port=begins["port"])
     channel = Channel(timeout_s)
     leader = dist.get_rank() == 0
 
-    engine, step = _start_engine(child, client)
+    engine, step = _start_engine(child, client, resumes=begins["resumes"])
     client.join({})
     weights = WeightsOut(
         engine,
         client if leader else None,
         channel,
         host=child.host,
-        lineage=int(os.environ.get("PRL_LINEAGE", "0")),
+        lineage=begins["lineage"],
         dtype=config.sample.dtype,
         workers=config.sample.tensor_parallel,
         options=config.weights,
@@ -57,7 +61,7 @@ def run(child: Child, client: ThreadedClient) -> None:
         start_s=config.control.start_s,
     )
     weights.publish(step)
-    saver = Saver(child, client, channel, engine, step if "PRL_RESUME" in os.environ else None)
+    saver = Saver(child, client, channel, engine, step if begins["resumes"] else None)
     step, leaves = _train(child, client, engine, channel, weights, saver, step)
     saver.finish(step)
     if not leaves:
@@ -69,14 +73,13 @@ def run(child: Child, client: ThreadedClient) -> None:
     stop_groups()
 
 
-def _start_engine(child: Child, client: ThreadedClient) -> tuple[Engine, int]:
+def _start_engine(child: Child, client: ThreadedClient, *, resumes: bool) -> tuple[Engine, int]:
     """Model and optimizer, fresh or from the checkpoint that the orchestrator names, with the reference, and the version they
     are."""
     config = child.config
     options = replace(config.train, schedule_steps=config.train.schedule_steps or config.run.steps)
     model = read_model_config(child.run.model)
     chunks = build_model(model, options)
-    resumes = "PRL_RESUME" in os.environ
 
     def initial_weights() -> Iterator[tuple[str, Sliced]]:
         drawn = config.model.init == "random"
@@ -88,11 +91,9 @@ def _start_engine(child: Child, client: ThreadedClient) -> tuple[Engine, int]:
         load_weights(chunks, model, initial_weights())
     reference = build_reference(model, options, initial_weights()) if options.reference == "initial" else None
     engine = build_engine(chunks, model, options, reference)
-    if not resumes:
-        return engine, 0
-    # Answered once all of its files have been checked, which goes on since before this process began.
+    # Answered once it is certain what lies behind it, and all of its files have been checked, which goes on since before.
     answer = client.call("resume", {}, deadline_s=config.control.wait_s, reason="the checkpoint to go on from")
-    return engine, load_checkpoint(engine, Path(answer["checkpoint"]))
+    return engine, load_checkpoint(engine, Path(answer["checkpoint"])) if resumes else 0
 
 
 def _clear(chunks: Sequence[torch.nn.Module]) -> None:
@@ -105,7 +106,7 @@ def _train(
     child: Child, client: ThreadedClient, engine: Engine, channel: Channel, weights: WeightsOut, saver: Saver, step: int
 ) -> tuple[int, bool]:
     """Train until told to stop; returns the last step, and whether the run leaves its nodes before its end. Raises
-    FloatingPointError where too many steps in a row are skipped."""
+    TooManySkipped where too many steps in a row are skipped."""
     leader = dist.get_rank() == 0
     written_by = _writing_run(child.config)
     ended = time.monotonic()
@@ -132,7 +133,7 @@ def _train(
         metrics = train_step(engine, microbatches, data.facts)
         skipped = skipped + 1 if metrics[names.SKIPPED] else 0
         if skipped > engine.options.max_skipped_steps:
-            raise FloatingPointError(
+            raise TooManySkipped(
                 f"step {step + 1} is the {skipped}. in a row whose gradient is not finite (train.max_skipped_steps = "
                 f"{engine.options.max_skipped_steps}): look at the losses and log-probs of the steps before; a lower "
                 f"learning rate, or clipping, may help from the last checkpoint on"

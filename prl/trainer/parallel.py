@@ -17,13 +17,14 @@ from prl.trainer import device
 from prl.trainer.options import TrainOptions
 
 
-def start_groups(options: TrainOptions, *, timeout_s: float) -> None:
-    """Join the trainer's group (rank, size and address come from the environment, as torchrun sets them) and split it for
-    Megatron: neighbouring ranks are tensor-parallel, neighbouring such groups context-parallel, pipeline stages lie farthest
-    apart, the rest is data parallelism. No collective waits longer than `timeout_s`."""
+def start_groups(options: TrainOptions, *, timeout_s: float, port: int | None = None) -> None:
+    """Join the trainer's group (rank, size and address come from the environment, as torchrun sets them; so does the port where
+    none is given) and split it for Megatron: neighbouring ranks are tensor-parallel, neighbouring such groups context-parallel,
+    pipeline stages lie farthest apart, the rest is data parallelism. No collective waits longer than `timeout_s`."""
     if not dist.is_initialized():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, timeout_s)
+        port = int(os.environ["MASTER_PORT"]) if port is None else port
+        store = _store(os.environ["MASTER_ADDR"], port, rank, timeout_s)
         dist.init_process_group(device.backend(), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_parallel,

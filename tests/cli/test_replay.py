@@ -63,7 +63,7 @@ def test_a_replay_starts_trainers_alone(original, capsys):
     config = load(Path("c.yaml"), [f"run.replay={original}"])
     start = find_start(RunFolder("new"), config)
     allocation = Allocation(None, 0, 0, ((Host("here", "127.0.0.1"),),))
-    plan = bind(config, make_split(config), allocation, 1, 29500, start.resume)
+    plan = bind(config, make_split(config), allocation, 1)
     assert [child.name for child in plan.children] == ["trainer 0", "trainer 1"]
     assert [entry.file["step"] for entry in start.waiting] == [1, 2, 3]
     assert all(Path(entry.file["path"]).is_file() for entry in start.waiting)
@@ -84,7 +84,7 @@ def test_a_replay_from_rollouts_has_a_preprocessor_and_no_steps_yet(original):
     config = load(Path("c.yaml"), [f"run.replay={original}", "run.replay_from=rollouts"])
     start = find_start(RunFolder("new"), config)
     allocation = Allocation(None, 0, 0, ((Host("here", "127.0.0.1"),),))
-    plan = bind(config, make_split(config), allocation, 1, 29500, start.resume)
+    plan = bind(config, make_split(config), allocation, 1)
     assert [child.name for child in plan.children] == ["trainer 0", "trainer 1", "preprocess 0"]
     assert not start.waiting
 

@@ -172,20 +172,33 @@ class Run:
 
     def resume(self, value: int) -> None:
         """Everybody dies; a new attempt begins with the checkpoint, the ledger and the step files."""
-        state, self.step = json.loads(self.saved[0]), self.saved[1]
+        state = json.loads(self.saved[0])
         lineage = self.version.lineage + 1
-        self.forks[lineage] = self.step
         self.dispatcher = Dispatcher(self.settings, state)
         self.dispatcher.replay(self.ledger[state["events"] :])
-        self.files = {step: groups for step, groups in self.files.items() if step > self.step}
-        keep = {i.group for step in self.files for i in self.ids_of(step)}
+        self.go_back(lineage)
         for entry in (entry for groups in self.files.values() for entry in groups):
             entry.announced = False
-        self.ledger += self.dispatcher.reissue_outstanding("attempt ended", keep)
-        self.over += [lease for _, lease, *_ in self.held.values()]
-        self.held, self.received = {}, {}
         self.dispatcher.problems(SIZES)
         self.dispatcher.committed(Version(lineage, self.step))
+
+    def restart(self, value: int) -> None:
+        """The trainers and the preprocessor die; they begin again with the checkpoint and the step files, and train what waits,
+        or not, before the samplers have the checkpoint's version."""
+        lineage = self.version.lineage + 1
+        self.go_back(lineage)
+        begins = Version(lineage, self.step)
+        if value % 2:
+            self.train(value)
+        self.dispatcher.committed(begins)
+
+    def go_back(self, lineage: int) -> None:
+        self.forks[lineage] = self.step = self.saved[1]
+        self.files = {step: groups for step, groups in self.files.items() if step > self.step}
+        keep = {i.group for step in self.files for i in self.ids_of(step)}
+        self.ledger += self.dispatcher.went_back(Version(lineage, self.step), "ended", keep)
+        self.over += [lease for _, lease, *_ in self.held.values()]
+        self.held, self.received = {}, {}
 
     # Work without mishaps
 

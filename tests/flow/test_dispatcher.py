@@ -258,10 +258,44 @@ def test_a_resumed_run_evaluates_only_what_is_new():
     dispatcher.lease(0, 3, 0.0)
     for number in (-1, -2, -3):
         assert dispatcher.evaluated(number, 0)
-    dispatcher.committed(Version(1, 2))  # back to the checkpoint of step 2, whose version has been looked at
+    dispatcher.went_back(Version(1, 2), "attempt ended")  # whose version has been looked at
+    dispatcher.committed(Version(1, 2))
     assert dispatcher.evaluations_pending == 0
     dispatcher.committed(Version(1, 4))
     assert dispatcher.evaluations_pending == 1
+
+
+def test_an_evaluation_of_a_version_that_was_left_is_made_anew():
+    dispatcher = Dispatcher(make(evaluate_every_steps=2, evaluate_problems=1))
+    dispatcher.problems({"a": 10}, {"a": 1})
+    for step in range(5):
+        dispatcher.committed(Version(0, step))
+    (first, second) = dispatcher.lease(0, 2, 0.0).leases  # of steps 0 and 2; that of step 4 waits
+    dispatcher.went_back(Version(1, 3), "trainer restarted")
+    dispatcher.committed(Version(0, 6))  # was on its way to the samplers
+    dispatcher.committed(Version(1, 3))
+    assert [dispatcher.evaluated(lease.group, lease.issue) for lease in (first, second)] == [None, None]
+    again = dispatcher.lease(0, 9, 0.0).leases
+    assert [(lease.kind, lease.group, lease.epoch, lease.issue) for lease in again[:2]] == [
+        ("evaluate", first.group, 0, 1),
+        ("evaluate", second.group, 2, 1),
+    ]
+    assert {lease.kind for lease in again[2:]} == {"train"}
+    dispatcher.committed(Version(1, 4))
+    (lease,) = [lease for lease in dispatcher.lease(0, 9, 0.0).leases if lease.kind == "evaluate"]
+    assert (lease.epoch, lease.issue) == (4, 0)
+    assert lease.group not in (first.group, second.group)
+
+
+def test_what_is_trained_before_the_samplers_have_the_new_lineage_belongs_to_it():
+    dispatcher = started()
+    leases = dispatcher.lease(0, 4, 0.0).leases
+    train(dispatcher, 1, leases[:2])
+    dispatcher.committed(Version(0, 1))
+    dispatcher.went_back(Version(1, 0), "trainer restarted")
+    again = dispatcher.trained(1, [i for lease in leases[:2] for i in lease.rollout_ids()])
+    assert {event.version for event in again} == {Version(1, 1)}
+    assert len(again) == 2 * len(leases[0].rollout_ids())
 
 
 def test_a_step_lacks_what_has_not_come_back():
@@ -347,7 +381,7 @@ def test_after_a_rollback_groups_wait_until_they_will_not_be_too_old():
             dispatcher.committed(Version(0, 2))
     resumed = Dispatcher(dispatcher.settings, state)
     resumed.replay(events[6:])
-    resumed.reissue_outstanding("attempt ended", keep={4, 5})
+    resumed.went_back(Version(1, 1), "attempt ended", keep={4, 5})
     resumed.committed(Version(1, 1))
     assert resumed.lease(0, 9, 0.0).leases == []  # trained in step 4, tokens of version 1 would be 2 steps old
     resumed.trained(2, [i for n in (2, 3) for i in leases[n].rollout_ids()])

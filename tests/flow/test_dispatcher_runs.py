@@ -12,7 +12,7 @@ from prl.flow.problems import ProblemOrder
 
 WORK = ["lease", "result", "make", "train", "commit", "advance", "advance"]
 MISHAPS = ["fail", "unreadable", "lose", "wait", "late", "drop"]
-CRASHES = ["checkpoint", "resume"]
+CRASHES = ["checkpoint", "resume", "restart"]
 VALUES = st.integers(0, 30)
 SETTINGS = st.builds(
     DispatcherSettings,

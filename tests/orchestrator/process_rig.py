@@ -1,5 +1,5 @@
-"""An orchestrator of two nodes with an actor, a verifier and a preprocessor each, over its real control plane; no process of a
-run is started."""
+"""An orchestrator of two nodes with an actor, a verifier, a preprocessor and a trainer rank each, over its real control plane;
+no process of a run is started."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -20,18 +20,21 @@ from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import ledger_events, read_ledger
 
 FACTS = {"problems": {"digits": 50}, "evaluation": {"digits": 5}}
-CHILDREN = tuple(ChildPlan(role, index, index, (), {}) for role in ("actor", "verifier", "preprocess") for index in (0, 1))
+ROLES = ("actor", "verifier", "preprocess", "trainer")
+CHILDREN = tuple(ChildPlan(role, index, index, (), {}) for role in ROLES for index in (0, 1))
 
 
 class Rig:
     """Its rollouts may be handed out from the start."""
 
-    def __init__(self, folder, **options):
+    def __init__(self, folder, steps=2, **options):
         self.run = RunFolder(folder)
         self.run.create()
         self.run.attempt(1).mkdir()
         config = Config(
-            run=RunOptions(folder=str(self.run), steps=2, groups_per_step=2, rollouts_per_group=2, max_lag=1),
+            run=RunOptions(
+                name="r", id="1", folder=str(self.run), steps=steps, groups_per_step=2, rollouts_per_group=2, max_lag=1
+            ),
             domains=(DomainOptions(name="digits"),),
         )
         self.config = replace(config, control=ControlOptions(heartbeat_s=0.1, **options))
@@ -49,7 +52,7 @@ class Rig:
             await self.come(child.name, 0)
         start.dispatcher.problems(FACTS["problems"], FACTS["evaluation"])
         start.dispatcher.committed(Version(0, 0))
-        self.orchestrator._work.rollouts.open = True
+        self.orchestrator._running = self.orchestrator._work.rollouts.open = True
         return self
 
     async def __aexit__(self, *_):
@@ -66,10 +69,10 @@ class Rig:
         await client.join({**facts, "url": f"http://{name[-1]}:{start}"})
         return client
 
-    async def dies(self, name, start=0, words="was ended by SIGKILL"):
+    async def dies(self, name, start=0, words="was ended by SIGKILL", code=-9):
         """The pause until its restart. Its heartbeats end with it."""
         self.clients[name]._heartbeat.cancel()
-        body = {"child": name, "number": start, "code": -9, "words": f"{name} {words}", "log": "its.log", "log_end": ""}
+        body = {"child": name, "number": start, "code": code, "words": f"{name} {words}", "log": "its.log", "log_end": ""}
         answer = await self.agents[int(name[-1])].call("child_ended", body, deadline_s=5, reason="test")
         return answer.get("restart_after_s")
 

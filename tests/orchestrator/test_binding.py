@@ -1,7 +1,6 @@
 """Which node carries which processes, and with what environment."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -11,17 +10,15 @@ from prl.config.load import replace
 from prl.config.schema import Config
 from prl.domains.options import DomainOptions
 from prl.orchestrator.binding import Plan, bind
-from prl.orchestrator.resume import find_start
-from prl.runfolder.paths import RunFolder
 
 
-def bound(folder: Path, nodes: int | None = None, **sections: dict) -> Plan:
+def bound(nodes: int | None = None, **sections: dict) -> Plan:
     config = replace(dataclasses.replace(Config(), domains=(DomainOptions(name="digits"),)), **sections)
     split = make_split(replace(config, cluster={"nodes": nodes}))
     names = iter(f"10.0.0.{number}" for number in range(1, 100))
     hosts = tuple(tuple(Host(name, name) for name in (next(names) for _ in range(part.nodes))) for part in split.components)
     allocation = Allocation(None, 0, 0, hosts)
-    return bind(config, split, allocation, 1, 29500, find_start(RunFolder(folder), config).resume)
+    return bind(config, split, allocation, 1)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +30,8 @@ def bound(folder: Path, nodes: int | None = None, **sections: dict) -> Plan:
         (None, {"cluster": {"gpus_per_node": 2}}, False),
     ],
 )
-def test_trainers_yield_the_cpu_to_samplers_on_the_same_cores(tmp_path, nodes, sections, yields):
-    children = bound(tmp_path, nodes, **sections).children
+def test_trainers_yield_the_cpu_to_samplers_on_the_same_cores(nodes, sections, yields):
+    children = bound(nodes, **sections).children
     assert {child.role for child in children} >= {"trainer", "sampler", "actor", "preprocess"}
     told = {child.role for child in children if "PRL_YIELDS_CPU" in child.environment}
     assert told == ({"trainer"} if yields else set())

@@ -13,10 +13,9 @@ from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.ids import RolloutId
 from prl.metrics import names
 from prl.metrics.events import read_events
-from prl.orchestrator.binding import Resume
 from prl.orchestrator.checkpoints import Checkpoints, Moment
 from prl.orchestrator.journal import Journal
-from prl.orchestrator.resume import Start
+from prl.orchestrator.resume import Resume, Start
 from prl.runfolder.manifest import newest_manifest, part_of, read_manifest
 from prl.runfolder.paths import RunFolder
 from prl.streams.records import MicroBatch, StepFacts

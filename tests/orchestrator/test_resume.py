@@ -5,8 +5,8 @@ import json
 import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
+from left_behind import step_file, write_checkpoint
 
 from prl.config.schema import Config
 from prl.control.client import ControlClient
@@ -21,45 +21,18 @@ from prl.orchestrator.children import ChildPlan
 from prl.orchestrator.main import Orchestrator
 from prl.orchestrator.options import RunOptions
 from prl.orchestrator.resume import ResumeError, dispatcher_settings, find_start, publish_plan
-from prl.runfolder.manifest import Manifest, part_of, read_manifest, write_manifest
+from prl.runfolder.manifest import Manifest, read_manifest, write_manifest
 from prl.runfolder.model import write_model_folder
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.plan import read_plan
 from prl.streams.ledger import LedgerWriter
-from prl.streams.records import MicroBatch, StepFacts
-from prl.streams.steps import find_steps, write_step
+from prl.streams.steps import find_steps
 from prl.trainer.options import ModelOptions
 
 CONFIG = Config(
     run=RunOptions(name="r", id="1", steps=10, groups_per_step=2, rollouts_per_group=3, max_lag=2),
     domains=(DomainOptions(name="digits"),),
 )
-
-
-def step_file(
-    run: RunFolder,
-    step: int,
-    ids: list[RolloutId],
-    sequence: int,
-    writer: str = CONFIG.run.mark,
-    attempt: int = 1,
-    token: int = 15,
-) -> None:
-    tokens = 2 * len(ids)
-    floats = np.ones(tokens, np.float32)
-    microbatch = MicroBatch(
-        tokens=np.full(tokens, token, np.int32),
-        positions=np.tile(np.arange(2, dtype=np.int32), len(ids)),
-        boundaries=np.arange(0, tokens + 1, 2, dtype=np.int32),
-        loss_weights=floats,
-        advantages=floats,
-        old_logprobs=floats,
-        reference_logprobs=None,
-        lags=np.zeros(tokens, np.int32),
-        rollouts=tuple(ids),
-    )
-    facts = StepFacts(step, float(tokens), tokens, len(ids), 1)
-    write_step(run.steps, [microbatch], facts, run=writer, attempt=attempt, sequence=sequence)
 
 
 class Attempt:
@@ -95,16 +68,6 @@ class Attempt:
 
     def checkpoint(self, step):
         write_checkpoint(self.run, step, self.dispatcher.state())
-
-
-def write_checkpoint(run, step, state):
-    folder = run.checkpoint(step)
-    (folder / "trainer").mkdir(parents=True)
-    (folder / "trainer/__0_0.distcp").write_bytes(b"weights of %d" % step)
-    (folder / "trainer/.metadata").write_bytes(b"metadata")
-    parts = [part_of(folder, path) for path in sorted((folder / "trainer").iterdir())]
-    facts = {"step": step, "attempt": 1, "lineage": 0, "forks": {}, "streams": {}, "evaluations_reached": 1}
-    write_manifest(run, Manifest(**facts, dispatcher=state, parts=parts))
 
 
 def test_without_a_checkpoint_a_run_starts_afresh(tmp_path):

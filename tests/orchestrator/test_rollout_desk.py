@@ -211,6 +211,7 @@ def test_groups_of_trained_steps_are_not_taken_for_some_that_wait():
         assert await desks.wanted(None) == 1  # step 2 lacks one of its four
         # After a rollback step 1 is trained again, from its file.
         entry = StepEntry({"step": 1}, [i for lease in leases[:4] for i in lease.rollout_ids()])
+        desks.dispatcher.went_back(Version(1, 0), "ended", keep=[lease.group for lease in leases[4:7]])
         desks.dispatcher.committed(Version(1, 0))
         desks.steps = StepDesk(
             desks.dispatcher, desks.rollouts, desks.record, desks.bell, trained=0, forks={1: 0}, lineage=1, waiting=(entry,),

@@ -1,5 +1,5 @@
 """A run played in one process without engines: the real dispatcher, ledger, streams, step maker and resume, a sampler that
-answers by a rule, a trainer that does nothing, and a crash wherever the test wants one."""
+answers by a rule, a trainer that does nothing, and a crash wherever the test wants one: of everything, or of the trainer."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from prl.flow.ids import Lease
 from prl.flow.versions import Version
 from prl.orchestrator.options import RunOptions
 from prl.orchestrator.reclaim import Reclaimer
-from prl.orchestrator.resume import find_start
+from prl.orchestrator.resume import Start, find_remains, find_start, go_back
 from prl.preprocess.assemble import Moment, build_step
 from prl.preprocess.options import PreprocessOptions
 from prl.preprocess.steps import Arrival, StepMaker
@@ -58,32 +58,64 @@ class Crash(Exception):
 
 
 class Attempt:
-    """One attempt. `crash_at` counts the operations until everything is gone; `seed` decides who is quick."""
+    """One attempt. `crash_at` counts the operations until everything is gone; `seed` decides who is quick, and at which moments
+    the trainer, with the preprocessor, dies `deaths` times and begins again."""
 
-    def __init__(self, run: RunFolder, config: Config, *, seed: int, crash_at: int | None = None, every: int = 3) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        config: Config,
+        *,
+        seed: int,
+        crash_at: int | None = None,
+        every: int = 3,
+        deaths: int = 0,
+    ) -> None:
         self.run, self.config = run, config
         self._left = crash_at
         self._every = every  # steps between checkpoints
+        self._deaths = deaths
         self._random = random.Random(seed)
         self.number = max(run.attempts(), default=0) + 1
         start = find_start(run, config)
         run.attempt(self.number).mkdir()
         run.attempt_config(self.number).write_text(dump(config))
-        run.plan(self.number).write_text(json.dumps({"lineage": start.resume.lineage, "forks": start.forks, "refused": []}))
-        self._start, self._step, self._lineage = start, start.resume.step, start.resume.lineage
         self._dispatcher = start.dispatcher
         self._ledger = LedgerWriter(run.ledger(self.number))
-        self._maker = StepMaker(config.preprocess, config.run.groups_per_step, config.run.order, 2**20)
+        self._begin(start)
         self._writers = [
             RolloutWriter(FolderAppender(run, f"actor-{k}"), f"actor-{k}", "played", self.number, config.streams)
             for k in range(2)
         ]
         self._held: list[tuple[int, Lease, Version]] = []  # (actor, lease, version that samples it)
         self._unannounced: dict[tuple[int, int], Group] = {}
-        self._entries = {int(entry.file["step"]): list(entry.trained) for entry in start.waiting}
-        self._sequence = next_sequence(run.steps)
         self._reclaimer = Reclaimer(run, "played", self.number)
         self.operations = 0
+
+    def _begin(self, start: Start) -> None:
+        """What a lineage begins with."""
+        self._start, self._step, self._lineage = start, start.resume.step, start.resume.lineage
+        plan = {"lineage": self._lineage, "forks": start.forks, "refused": []}
+        self.run.plan(self.number).write_text(json.dumps(plan))
+        self._maker = StepMaker(self.config.preprocess, self.config.run.groups_per_step, self.config.run.order, 2**20)
+        self._entries = {int(entry.file["step"]): list(entry.trained) for entry in start.waiting}
+        self._sequence = next_sequence(self.run.steps)
+
+    def _maybe_die(self) -> bool:
+        """The trainer dies, with the preprocessor; what actors hold goes on, and comes late. Others begin at the checkpoint;
+        they may train before the samplers have its version."""
+        if not self._deaths or self._random.random() > 0.05:
+            return False
+        self._deaths -= 1
+        remains = find_remains(self.run, self.config, self._lineage + 1)
+        self._begin(go_back(remains, self._dispatcher, "trainer ended"))
+        self._record(self._start.reissued)
+        begins = Version(self._lineage, self._step)
+        if self._random.random() < 0.5 and self._step + 1 in self._entries:
+            self._dispatcher.committed(Version(self._lineage - 1, self._dispatcher.version.step))  # was on its way
+            self._train_next()
+        self._dispatcher.committed(begins)
+        return True
 
     def play(self) -> None:
         """To the end of the run, or until it crashes."""
@@ -93,6 +125,7 @@ class Attempt:
         while self._step < self.config.run.steps:
             for part in self._random.sample([self._lease, self._sample, self._sample, self._make, self._train], 5):
                 part()
+                self._maybe_die()
         self._record(self._dispatcher.close("run ended"))
         self._ledger.close()
         self.run.exit(self.number).write_text(json.dumps({"outcome": "done"}))
@@ -148,6 +181,8 @@ class Attempt:
             )
             self._sequence += 1
             self._tick()
+            if self._maybe_die():  # before it could announce the file
+                return
             self._discard(made.discarded)
             self._entries[step] = made.trained
         self._discard(self._maker.take_discarded())
@@ -159,12 +194,15 @@ class Attempt:
     def _train(self) -> None:
         if self._step + 1 not in self._entries:
             return
-        self._step += 1
-        self._record(self._dispatcher.trained(self._step, self._entries.pop(self._step)))
-        self._maker.trained(self._step)
+        self._train_next()
         self._commit()
         if self._step % self._every == 0:
             self.checkpoint()
+
+    def _train_next(self) -> None:
+        self._step += 1
+        self._record(self._dispatcher.trained(self._step, self._entries.pop(self._step)))
+        self._maker.trained(self._step)
 
     def checkpoint(self) -> None:
         self._tick()
@@ -213,11 +251,11 @@ def new_run(folder: Path, **options) -> tuple[RunFolder, Config]:
     return run, settings
 
 
-def play(folder: Path, crashes: Iterator[int] | list[int] = (), **options) -> RunFolder:
-    """A whole run, interrupted after so many operations of each attempt."""
+def play(folder: Path, crashes: Iterator[int] | list[int] = (), *, seed: int = 99, deaths: int = 0, **options) -> RunFolder:
+    """A whole run, interrupted after so many operations of each attempt, in each of which the trainer dies `deaths` times."""
     run, settings = new_run(folder, **options)
-    for seed, crash_at in enumerate(crashes):
-        attempt = Attempt(run, settings, seed=seed, crash_at=crash_at)
+    for number, crash_at in enumerate(crashes):
+        attempt = Attempt(run, settings, seed=number, crash_at=crash_at, deaths=deaths)
         try:
             attempt.play()
         except Crash:
@@ -225,7 +263,7 @@ def play(folder: Path, crashes: Iterator[int] | list[int] = (), **options) -> Ru
                 raise AssertionError("the first crash must come after the first checkpoint") from None
         else:
             return run
-    Attempt(run, settings, seed=99).play()
+    Attempt(run, settings, seed=seed, deaths=deaths).play()
     return run
 
 

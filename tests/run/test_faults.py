@@ -1,5 +1,5 @@
-"""A trainer rank that dies ends the run quickly, with its cause on the terminal, in exit.json and as the exit code, and a
-resume goes on from the last checkpoint and loses nothing. Whatever else dies is started again, and the run goes on."""
+"""What dies and may not be started again ends the run quickly, with its cause on the terminal, in exit.json and as the exit
+code, and a resume goes on from the last checkpoint and loses nothing. Else it is started again, and the run goes on."""
 
 import itertools
 import json
@@ -11,64 +11,14 @@ from collections.abc import Callable
 import psutil
 import pytest
 from safetensors.torch import load_file
-from whole_runs import ROOT, SUBMIT, Ended, command, submit
+from struck_runs import SHORT, children_of, wait_for_checkpoint, wait_for_steps
+from whole_runs import SUBMIT, Ended, submit
 
 from prl.metrics.events import Event
 from prl.report.audit import audit, render
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import ledger_events, read_ledger
 from prl.weights.digest import digest
-
-SHORT = ["configs/quickstart.yaml", "--set", "run.evaluate_every_steps=0", "run.stop_at_reward=null", "verifier.processes=1"]
-
-
-def children_of(pid: int, folder: RunFolder) -> dict[str, psutil.Process]:
-    """The run's child processes by their role and index."""
-    found = {}
-    for process in psutil.Process(pid).children(recursive=True):
-        try:
-            environment = process.environ()
-            line = process.cmdline()
-        except psutil.NoSuchProcess:
-            continue  # has ended meanwhile
-        role, index = environment.get("PRL_ROLE"), environment.get("PRL_INDEX")
-        if environment.get("PRL_RUN") == str(folder) and role and index and line[1:2] == ["-m"]:
-            found.setdefault(f"{role} {index}", process)
-    return found
-
-
-@pytest.fixture
-def start():
-    """Starts runs, which end with the test at the latest."""
-    started = []
-
-    def start(folder: RunFolder, *overrides: str) -> subprocess.Popen:
-        arguments = command(*SHORT, *overrides, folder=folder.path)
-        started.append(subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()  # nothing happens where it has ended; the run ends with it
-        process.communicate(timeout=30)
-
-
-def wait_for_checkpoint(process: subprocess.Popen, folder: RunFolder) -> int:
-    """Its step; the samplers have had that version, too."""
-    running, end = Ended(folder, 0, ""), time.monotonic() + 120
-    while not (kept := folder.manifests()) or kept[-1][0] not in {event.step for event in running.events("weights")}:
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < end, "no checkpoint within 120 s"
-        time.sleep(0.2)
-    return kept[-1][0]
-
-
-def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> None:
-    running, end = Ended(folder, 0, ""), time.monotonic() + 240
-    while not any(event.step >= steps for event in running.events("step")):
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < end, f"no {steps} steps within 240 s"
-        time.sleep(0.2)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +303,7 @@ def test_a_run_saves_when_it_is_asked_to_and_when_it_is_warned_and_goes_on_from_
 @pytest.mark.deadline(360)
 def test_a_run_in_which_nothing_goes_on_ends_with_the_name_of_who_is_waited_for_and_stacks(tmp_path, start):
     folder = RunFolder(tmp_path / "run")
-    process = start(folder, "run.steps=100000", "control.no_progress_s=20", "control.lost_after_s=300")
+    process = start(folder, "run.steps=100000", "control.no_progress_s=20", "control.lost_after_s=300", "control.restarts=0")
     wait_for_steps(process, folder, 2)
     children_of(process.pid, folder)["trainer 1"].suspend()
     output, _ = process.communicate(timeout=120)
@@ -386,7 +336,7 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path, start):
 def test_a_crash_behind_a_checkpoint_is_resumed_with_every_rollout_accounted_for(tmp_path, start):
     """A trainer dies some steps after a checkpoint: the durable step files are trained again as they are, in a new lineage."""
     folder = RunFolder(tmp_path / "run")
-    process = start(folder, "train.checkpoint_every_steps=5")
+    process = start(folder, "train.checkpoint_every_steps=5", "control.restarts=0")
     wait_for_steps(process, folder, 8)
     wait_for_checkpoint(process, folder)
     children_of(process.pid, folder)["trainer 0"].send_signal(signal.SIGKILL)

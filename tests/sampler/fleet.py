@@ -54,7 +54,7 @@ class Fleet:
         )
         plan = Plan(1, (), tuple(ChildPlan("sampler", index, 0, (), {}) for index in range(count)), 1)
         steps = SimpleNamespace(finishing=False, leaving=False)  # nothing is trained
-        work = SimpleNamespace(dispatcher=Dispatcher(dispatcher_settings(config)), steps=steps)
+        work = SimpleNamespace(dispatcher=Dispatcher(dispatcher_settings(config)), steps=steps, lineage=0)
         self._samplers = Samplers(
             run,
             config,

@@ -161,8 +161,9 @@ def _with_ids(batch, step):
     return replace(batch, rollouts=tuple(RolloutId(0, "digits/1", step, k, 0) for k in range(len(batch.boundaries) - 1)))
 
 
-async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
+async def start_and_serve(run: Run, *, resumes: bool = False) -> list[int]:
     """Start the ranks, answer their calls, and return their exit codes."""
+    port = free_port()
     sampler: dict[int, SamplerEnd | LanesIn] = {}  # by epoch
     tasks = []
     specs: list[TensorSpec] = []  # of the version that goes by files
@@ -243,8 +244,11 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         assert sorted(body["parts"], key=lambda part: part["path"]) == [asdict(part_of(folder, path)) for path in found]
         return {"saved": True}
 
+    async def training(member, body):
+        return {"lineage": int(resumes), "resumes": resumes, "port": port}
+
     async def resume(member, body):
-        return {"checkpoint": str(run.folder.checkpoint(2))}
+        return {"checkpoint": str(run.folder.checkpoint(2)) if resumes else None}
 
     async def finished(member, body):
         run.finished.append(body["step"])
@@ -260,6 +264,7 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         "checkpoint": checkpoint,
         "finished": finished,
         "resume": resume,
+        "training": training,
     }
     server = ControlServer(
         run.folder.token.read_text(),
@@ -274,12 +279,10 @@ async def start_and_serve(run: Run, environment: dict[str, str]) -> list[int]:
         "PRL_ROLE": "trainer",
         "PRL_CONTROL_URL": url,
         "PRL_HOST": "127.0.0.1",
-        **environment,
     }
-    port = free_port()
     processes = [
         await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "prl.trainer", env={**rank_environment(rank, RANKS, port), **shared, "PRL_INDEX": str(rank)}
+            sys.executable, "-m", "prl.trainer", env={**rank_environment(rank, RANKS, 0), **shared, "PRL_INDEX": str(rank)}
         )
         for rank in range(RANKS)
     ]
@@ -309,7 +312,7 @@ def check_seconds(run: Run) -> None:
 
 def test_a_run_from_its_start_to_its_export(run, results):
     run.slow_s = {("next_step", 2): 0.5, ("offer", 3): 0.5}
-    assert asyncio.run(start_and_serve(run, {})) == [0, 0]
+    assert asyncio.run(start_and_serve(run)) == [0, 0]
     assert sorted(run.joined) == [0, 1]
     assert run.failures == []
 
@@ -343,8 +346,7 @@ def test_a_resumed_run_goes_on_as_before_and_another_runs_step_file_ends_it(run)
     run.versions.clear()
     run.stop_after = 9
     run.files[4] = step_file(run.folder, 4, "another")
-    environment = {"PRL_RESUME": "1", "PRL_LINEAGE": "1"}
-    assert asyncio.run(start_and_serve(run, environment)) == [1, 1]
+    assert asyncio.run(start_and_serve(run, resumes=True)) == [1, 1]
 
     assert list(run.versions) == ["1:2", "1:3"]
     assert run.metrics[3]["train/loss"] == before[0][3]["train/loss"]
@@ -367,7 +369,7 @@ def test_a_group_that_breaks_is_left_and_its_version_sent_again_and_so_is_one_th
     for step in (1, 2):
         again.files[step] = {**run.files[step], "path": str(run.folder.path / run.files[step]["path"])}
     began = time.monotonic()
-    assert asyncio.run(start_and_serve(again, {})) == [0, 0]
+    assert asyncio.run(start_and_serve(again)) == [0, 0]
     assert time.monotonic() - began < 100  # the group would have waited for 120 s
     assert again.failures == []
     assert again.offered == ["0:0", "0:1", "0:1", "0:1", "0:2"]  # the second group is whole, and then it is asked for
@@ -390,7 +392,7 @@ def test_a_run_without_samplers_trains_from_another_runs_step_files(run, results
     replayed.has_samplers, replayed.stop_after = False, 2
     for step in (1, 2):
         replayed.files[step] = {**run.files[step], "path": str(run.folder.path / run.files[step]["path"])}
-    assert asyncio.run(start_and_serve(replayed, {})) == [0, 0]
+    assert asyncio.run(start_and_serve(replayed)) == [0, 0]
 
     assert replayed.failures == []
     assert replayed.offered == ["0:0", "0:1", "0:2"]

@@ -130,10 +130,16 @@ async def attempt(
     async def nothing(member, body):
         return {"epoch": 0, "world_size": 1, "send": False}
 
+    port = free_port()
+
+    async def training(member, body):
+        return {"lineage": 0, "resumes": bool(run.saved), "port": port}
+
     async def resume(member, body):
-        return {"checkpoint": str(run.folder.checkpoint(max(run.saved)))}
+        return {"checkpoint": str(run.folder.checkpoint(max(run.saved))) if run.saved else None}
 
     handlers = {
+        "training": training,
         "resume": resume,
         "offer_version": nothing,
         "next_step": next_step,
@@ -155,12 +161,9 @@ async def attempt(
         "PRL_CONTROL_URL": await server.start("127.0.0.1"),
         "PRL_HOST": "127.0.0.1",
     }
-    if run.saved:
-        environment["PRL_RESUME"] = "1"
-    port = free_port()
     try:
         for rank in range(RANKS):
-            own = {**rank_environment(rank, RANKS, port), **environment, "PRL_INDEX": str(rank)}
+            own = {**rank_environment(rank, RANKS, 0), **environment, "PRL_INDEX": str(rank)}
             processes.append(await asyncio.create_subprocess_exec(sys.executable, "-m", "prl.trainer", env=own))
         codes = [await process.wait() for process in processes]
     finally:

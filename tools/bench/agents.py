@@ -53,7 +53,7 @@ async def lead(folder: Path, agents: int, lost_after_s: float) -> None:
     hosts = tuple(Host(f"node{number:04d}", "127.0.0.1") for number in range(agents))
     allocation = Allocation("1", 0, 0, (hosts[:1], hosts[1:]))
     start = find_start(run, config)
-    plan = bind(config, make_split(config), allocation, 1, 29_500, start.resume)
+    plan = bind(config, make_split(config), allocation, 1)
     publish_plan(run, plan, start)
     orchestrator = Orchestrator(run, config, plan, start, read_token(run.token))
     leave_what_is_loaded()

@@ -1,0 +1,44 @@
+"""Runs whose processes a test strikes while they go on."""
+
+import subprocess
+import time
+
+import psutil
+from whole_runs import Ended
+
+from prl.runfolder.paths import RunFolder
+
+SHORT = ["configs/quickstart.yaml", "--set", "run.evaluate_every_steps=0", "run.stop_at_reward=null", "verifier.processes=1"]
+
+
+def children_of(pid: int, folder: RunFolder) -> dict[str, psutil.Process]:
+    """The run's child processes by their role and index."""
+    found = {}
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            environment = process.environ()
+            line = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue  # has ended meanwhile
+        role, index = environment.get("PRL_ROLE"), environment.get("PRL_INDEX")
+        if environment.get("PRL_RUN") == str(folder) and role and index and line[1:2] == ["-m"]:
+            found.setdefault(f"{role} {index}", process)
+    return found
+
+
+def wait_for_checkpoint(process: subprocess.Popen, folder: RunFolder) -> int:
+    """Its step; the samplers have had that version, too."""
+    running, end = Ended(folder, 0, ""), time.monotonic() + 120
+    while not (kept := folder.manifests()) or kept[-1][0] not in {event.step for event in running.events("weights")}:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, "no checkpoint within 120 s"
+        time.sleep(0.2)
+    return kept[-1][0]
+
+
+def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> None:
+    running, end = Ended(folder, 0, ""), time.monotonic() + 240
+    while not any(event.step >= steps for event in running.events("step")):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, f"no {steps} steps within 240 s"
+        time.sleep(0.2)
