@@ -92,6 +92,7 @@ class Lineages:
             await before.close()
             self.work = self._make(start, None)
             await asyncio.to_thread(publish_plan, self._run, self._plan, start)
+        await self._record(start.reissued)
         self.certain = True
         self._bell.ring()
 

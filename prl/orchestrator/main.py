@@ -231,7 +231,6 @@ class Orchestrator:
         self._samplers.begin()
         if not self._config.run.replay:
             self._set_problems()
-        await self._ledger_desk.record(self._work.start.reissued)
         self._journal.phase("seeding")
         deadline_s = 2 * (weights.group_s + weights.update_s)  # twice what it takes: a sampler may have to be left out
         if self._config.run.replay or await self._causes.wait(

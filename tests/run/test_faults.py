@@ -303,7 +303,14 @@ def test_a_run_saves_when_it_is_asked_to_and_when_it_is_warned_and_goes_on_from_
 @pytest.mark.deadline(360)
 def test_a_run_in_which_nothing_goes_on_ends_with_the_name_of_who_is_waited_for_and_stacks(tmp_path, start):
     folder = RunFolder(tmp_path / "run")
-    process = start(folder, "run.steps=100000", "control.no_progress_s=20", "control.lost_after_s=300", "control.restarts=0")
+    process = start(
+        folder,
+        "run.steps=100000",
+        "control.no_progress_s=20",
+        "actor.rollout_s=20",
+        "control.lost_after_s=300",
+        "control.restarts=0",
+    )
     wait_for_steps(process, folder, 2)
     children_of(process.pid, folder)["trainer 1"].suspend()
     output, _ = process.communicate(timeout=120)

@@ -130,7 +130,7 @@ def test_ranks_that_stand_still_or_die_again_begin_again_up_to_the_limit(tmp_pat
 @pytest.mark.deadline(600)
 def test_a_trainer_that_hangs_without_falling_silent_is_started_again(tmp_path, start):
     folder = RunFolder(tmp_path / "run")
-    process = start(folder, "run.steps=100000", "control.no_progress_s=20", "control.lost_after_s=300")
+    process = start(folder, "run.steps=100000", "control.no_progress_s=20", "actor.rollout_s=20", "control.lost_after_s=300")
     wait_for_steps(process, folder, 2)
     children_of(process.pid, folder)["trainer 1"].suspend()  # rank 0 beats, and waits for it in a collective
     wait_for_lineage(process, folder, 1)
