@@ -134,7 +134,8 @@ class Orchestrator:
         """The nodes are to be taken away: save after the step in hand, and end. Before any step there is nothing to save."""
         log.warning("%s: %s", reason, words)
         self._leaving = True
-        if not self._causes and (self._work.rollouts.open or self._config.run.replay):
+        trains = self._lineages.certain and (self._work.rollouts.open or self._config.run.replay)
+        if trains and not self._causes:
             self._explained = True
             self._work.leave(words, reason)
         else:

@@ -1,7 +1,7 @@
 """Restarts of processes: pauses that double, a limit, and who has to end."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prl.flow.restarts import RestartError, RestartRule, Restarts, Together
@@ -129,6 +129,7 @@ def test_a_crew_that_never_was_whole_is_not_started_again():
     assert trainers.to_end == []
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["t0", "t1", "t2"]), st.sampled_from(["join", "die", "die", "renew"]))))
 def test_no_successor_is_whole_before_all_of_the_failed_crew_have_ended(events):
     """Each process is alive from its start to its death; who is alive when the crew fails is told to end."""

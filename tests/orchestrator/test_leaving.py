@@ -98,7 +98,7 @@ def test_a_child_that_slurm_ended_before_this_process_knew_why_is_no_cause(tmp_p
             await agent.call("node_done", {}, deadline_s=5, reason="test")
         await ending
 
-    run(tmp_path / "run", scenario)
+    run(tmp_path / "run", scenario, restarts=0)
     ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
     outcome = "cancelled" if reason == "cancelled" else "left"
     assert (ended.outcome, ended.reason, ended.steps) == (outcome, reason, 0)
