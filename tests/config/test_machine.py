@@ -19,7 +19,7 @@ def test_a_machine_with_too_little_memory(good):
 
 
 def test_activations_of_the_largest_micro_batch_count(good):
-    """A token keeps in each layer 4 x 64 + 4 x 256 numbers; the 64 queries and the 32 keys and values, which two ranks gather as
+    """A token keeps in each layer 4 x 64 + 4 x 256 numbers; the 64 queries and the 32 keys and values that two ranks gather as
     there is one head of them, and of these 2 x 64 queries and 32 keys or values of its own; and 64 and 3 x 16 logits once more.
     Tensor parallelism splits all but the 64s and what is gathered."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 256}
