@@ -42,7 +42,7 @@ class Engine:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.asked.append(method)
-        return [{"prl_staged": self.staged, "prl_commit": {"digest": str(DIGEST)}}.get(method)]
+        return [{"prl_staged": self.staged, "prl_commit": {"digest": str(DIGEST), "share": False}}.get(method)]
 
 
 def standing(**options: float) -> tuple[Engine, Replica]:
