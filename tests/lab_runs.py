@@ -41,7 +41,7 @@ class LabRun:
         (found,) = [process for process in lab_cluster.processes(node) if process.cmdline()[1:4] == wanted]
         return found
 
-    def is_clean(self, dead: int | None = None, deadline_s: float = 40.0) -> None:
+    def is_clean(self, dead: int | None = None, deadline_s: float = 60.0) -> None:
         """Nothing of the run is left on any node, or soon will be: Slurm takes some seconds to end what it ends. `dead`: the
         task whose node has lost its power, where nobody could have removed its temporary files."""
 

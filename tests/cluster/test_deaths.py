@@ -10,9 +10,9 @@ from small_runs import small_run, wait_for_processes
 
 from prl.cli import submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slurm_netns]
-AGAIN_S = 60.0  # until a job that was put into the queue again has started: Slurm holds it off for a while
-LOST_S = 60.0  # until Slurm has noticed that a node is gone
+pytestmark = [pytest.mark.slurm, pytest.mark.slurm_netns, pytest.mark.deadline(600)]
+AGAIN_S = 120.0  # until a job that was put into the queue again has started: Slurm holds it off for a while
+LOST_S = 120.0  # until Slurm has noticed that a node is gone
 
 
 @pytest.fixture
@@ -104,6 +104,7 @@ def test_a_job_over_its_time(start):
     run.is_clean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost_after_s", [3, 300])
 def test_a_node_of_samplers_that_is_gone_is_noticed(start, lost_after_s):
     """By the run itself, or by Slurm before."""
@@ -117,6 +118,7 @@ def test_a_node_of_samplers_that_is_gone_is_noticed(start, lost_after_s):
     run.is_clean(dead=1)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_cut_off_ends_what_runs_on_it(start):
     run = start("control.lost_after_s=3")
     wait_for_processes(run)
@@ -127,6 +129,7 @@ def test_a_node_that_is_cut_off_ends_what_runs_on_it(start):
     run.is_clean()
 
 
+@pytest.mark.slow
 def test_the_next_attempt_says_of_a_dead_batch_host_what_it_could_not_say_itself(start):
     run = start("control.lost_after_s=3", "cluster.requeue=true")
     wait_for_processes(run)
@@ -138,6 +141,7 @@ def test_the_next_attempt_says_of_a_dead_batch_host_what_it_could_not_say_itself
     assert said(run.ended()) == ("failed", "node failure", "requeue")
 
 
+@pytest.mark.slow
 def test_a_dead_batch_host_of_a_job_that_ends_with_it(start, capsys):
     run = start("control.lost_after_s=3")
     wait_for_processes(run)
