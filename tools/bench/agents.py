@@ -3,9 +3,10 @@
     python tools/bench/agents.py [--agents 1000] [--seconds 20] [--lost-after 10]
 
 The orchestrator is the real one, in a process of its own, with the plan of a heterogeneous job of so many nodes. Its agents are
-simulated: all in this process, each with the connection, the join, the call for its children and the heartbeats of a real one
-(one a second, as by default), but without children. Printed: the time until all have joined, the orchestrator's processor time
-and memory while they only live on, and how long after one of them fell silent the others were told to stop.
+simulated: all in this process, each with the connection, the join, the calls of the preflight and for its children and the
+heartbeats of a real one (one a second, as by default), but without children; what they tell at the preflight is made up.
+Printed: the time until all have joined and heard that they may go on, the orchestrator's processor time and memory while they
+only live on, and how long after one of them fell silent the others were told to stop.
 """
 
 import argparse
@@ -15,11 +16,15 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from prl.cluster.allocation import Allocation, Host
+from prl.cluster.preflight.measure import CLOCK_TRIES, Clock, NodeFacts, Room
 from prl.cluster.split import make_split
 from prl.config.load import load
 from prl.config.schema import Config
@@ -41,7 +46,6 @@ def config_of(agents: int, lost_after_s: float) -> Config:
         "run.groups_per_step": agents,  # enough work for so many samplers
         "control.start_s": START_S,
         "control.lost_after_s": lost_after_s,
-        "cluster.preflight.enabled": False,
     }
     return load(CONFIG, [f"{key}={value}" for key, value in overrides.items()])
 
@@ -63,6 +67,20 @@ async def lead(folder: Path, agents: int, lost_after_s: float) -> None:
     print(json.dumps({"cause": outcome.cause, "peak_mib": peak_mib}), flush=True)
 
 
+async def pass_made_up_preflight(client: ControlClient) -> None:
+    async def call(name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await client.call(name, body, deadline_s=START_S, reason="the preflight")
+
+    await call("preflight", {})
+    for _ in range(CLOCK_TRIES):
+        await call("clock", {})
+    facts = NodeFacts("word", Clock(0.0, 0.0), 2**40, Room("/tmp", 2**40, None), 12_000, None, {})  # noqa: S108
+    answer = await call("measured", {"facts": asdict(facts), "port": 1})
+    link = None if answer["peer"] is None else {"to_peer_mib_per_s": 1000.0, "from_peer_mib_per_s": 1000.0}
+    answer = await call("transferred", {"link": link})
+    assert answer["goes_on"]
+
+
 async def drive(agents: int, seconds: float, lost_after_s: float) -> None:
     options = config_of(agents, lost_after_s).control
     with tempfile.TemporaryDirectory() as folder:
@@ -80,11 +98,12 @@ async def drive(agents: int, seconds: float, lost_after_s: float) -> None:
         async def begin(client: ControlClient) -> None:
             await client.__aenter__()
             await client.join({"address": "127.0.0.1"})
+            await pass_made_up_preflight(client)
             await client.call("children", {}, deadline_s=START_S, reason="the plan of this node's children")
 
         began = time.monotonic()
         await asyncio.gather(*map(begin, clients))
-        print(f"{agents} agents joined in {time.monotonic() - began:.1f} s, all starting at once")
+        print(f"{agents} agents joined and passed the preflight in {time.monotonic() - began:.1f} s, all starting at once")
         await asyncio.sleep(2 * options.heartbeat_s)
         before, began = server.cpu_times(), time.monotonic()
         await asyncio.sleep(seconds)
