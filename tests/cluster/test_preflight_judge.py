@@ -156,7 +156,7 @@ def test_every_node_of_the_larger_component_has_a_peer_in_the_other(components):
     shares = [peers.count(peer) for peer in set(peers)]
     assert len(shares) == few
     assert max(shares) - min(shares) <= 1
-    assert turns_s(found) == 5.0 + 5.0 * max(shares)
+    assert turns_s(found) == 10.0 + 15.0 * max(shares)
 
 
 def test_the_verdict_names_the_nodes_with_the_line_to_copy():

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from prl.control.token import is_authorized
 
 SEND_S = 0.1  # each way: some rounds of TCP's slow start, and little beside a run's start
-LIMIT_S = 5.0  # of a transfer whose turn it is
-GREETING_S = 5.0  # from a connection to its first line
+LIMIT_S = 15.0  # of a transfer whose turn it is: a node may be busy at its start
+GREETING_S = 10.0  # from a connection to its first line
 _CHUNK_BYTES = 2**20
 _MIB = 2**20
 
