@@ -77,7 +77,7 @@ def test_tokens_and_utilisation_are_of_the_whole_step_however_ranks_share_it(res
     assert found["all_tokens"] == sum(map(sum, LENGTHS)) == 73
     flops = step_flops(MODELS[model], np.concatenate([np.array(lengths) for lengths in LENGTHS]))
     assert found["mfu"] == pytest.approx(flops / (ranks * 1e12 * (found["forward_backward_s"] + found["optimizer_s"])))
-    assert 0 <= found["padding"] < 0.2
+    assert 0 <= found["padding"] < 0.4  # see below
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,7 @@ def test_tokens_and_utilisation_are_of_the_whole_step_however_ranks_share_it(res
         (2, "sequence", 74),
         (2, "turns", 74),  # as many micro-batches as stages at a time: a fourth one, of one token
         (2, "context", 84),  # each sequence is filled up to a multiple of 4
+        pytest.param(4, "context", 112, marks=pytest.mark.slow),  # of 8
         pytest.param(4, "sequence_context", 84, marks=pytest.mark.slow),
         pytest.param(4, "context_data_shared", 84, marks=pytest.mark.slow),
         pytest.param(4, "turns_data", 74, marks=pytest.mark.slow),  # so too with two of the three on one data-parallel rank
