@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,13 +34,14 @@ class RunningChild:
     plan: ChildPlan
     process: asyncio.subprocess.Process
     log: Path
-    start: int = 0  # how often it was started before
+    start: int  # how often it was started before
+    started: float  # seconds since the epoch
     segments: set[Path] = field(default_factory=set)  # of shared memory that its group was seen to have
 
 
 async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Path, start: int = 0) -> RunningChild:
     """Start `python -m prl.<role>`; both its outputs go to logs/<role>-<index>.log."""
-    log = logs / f"{plan.role}-{plan.index}.log"
+    log, started = logs / f"{plan.role}-{plan.index}.log", time.time()
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -52,7 +54,7 @@ async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Pat
             start_new_session=True,
             preexec_fn=_ignore_warnings,
         )
-    return RunningChild(plan, process, log, start)
+    return RunningChild(plan, process, log, start, started)
 
 
 def _ignore_warnings() -> None:
@@ -71,7 +73,7 @@ def kill_child(child: RunningChild) -> None:
 def note_segments(children: Iterable[RunningChild]) -> None:
     """See what shared memory each child has, for the time when it has ended."""
     for child in children:
-        child.segments.update(segments_of([child.process.pid]))
+        child.segments.update(segments_of([child.process.pid], child.started))
 
 
 def dump_stacks(child: RunningChild) -> None:

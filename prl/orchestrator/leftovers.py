@@ -23,15 +23,26 @@ def record(folder: Path, groups: Iterable[int], segments: Iterable[Path]) -> Non
     (folder / "shared_memory").write_text("".join(f"{segment}\n" for segment in segments))
 
 
-def segments_of(groups: Collection[int]) -> set[Path]:
-    """The files of shared memory that the living processes of these process groups have mapped."""
-    return {path for pid in psutil.pids() if _group(pid) in groups for path in _mapped(pid)}
+def segments_of(groups: Collection[int], since: float) -> set[Path]:
+    """The shared memory that the living processes of these process groups have mapped and may have made: this user's files of
+    /dev/shm itself that were made after `since` (seconds since the epoch). What lay there before, or lies in a folder of it (a
+    model, a whole run folder), is no leftover."""
+    mapped = {path for pid in psutil.pids() if _group(pid) in groups for path in _mapped(pid)}
+    return {path for path in mapped if path.parent == Path(SHARED_MEMORY) and _is_own(path, since)}
 
 
 def remove(segments: Iterable[Path]) -> None:
     """Remove those that are there still, of processes that have ended."""
     for path in segments:
         path.unlink(missing_ok=True)
+
+
+def _is_own(path: Path, since: float) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    return found.st_uid == os.getuid() and found.st_ctime >= since
 
 
 def _group(pid: int) -> int | None:

@@ -1,8 +1,11 @@
-"""What a killed child cannot remove itself is removed for it: shared memory of its whole group, and nothing of others."""
+"""What a killed child cannot remove itself is removed for it: shared memory of its whole group, and nothing of others, nor what
+was not made there by it: files that it has mapped, too, of before its start or in a folder."""
 
 import asyncio
 import os
+import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,13 @@ CHILD = """
 import mmap, os, time
 
 def share(name):
-    with open("/dev/shm/" + name, "wb+") as file:
-        file.truncate(4096)
+    with open("/dev/shm/" + name, "rb+" if name.endswith("found") else "wb+") as file:
+        if not name.endswith("found"):
+            file.truncate(4096)
         return mmap.mmap(file.fileno(), 4096)
 
 own = share(f"prl-test-{os.getppid()}-own")
+read = [share(f"prl-test-{os.getppid()}-{name}") for name in ("model/weights", "found")]
 if os.fork() == 0:
     workers = share(f"prl-test-{os.getppid()}-worker")
     print("lives", flush=True)
@@ -34,8 +39,11 @@ def test_shared_memory_of_a_child_and_its_workers_goes_with_them(tmp_path, how):
     (tmp_path / "prl").mkdir()
     (tmp_path / "prl/__init__.py").touch()
     (tmp_path / "prl/sampler.py").write_text(CHILD)
-    others = Path(f"/dev/shm/prl-test-{os.getpid()}-other")
+    others, model, found = (Path(f"/dev/shm/prl-test-{os.getpid()}-{name}") for name in ("other", "model", "found"))
+    model.mkdir()
     others.touch()
+    found.write_bytes(bytes(4096))
+    time.sleep(0.1)  # file systems keep a coarse clock
 
     async def main():
         plan = ChildPlan("sampler", 0, 0, (), {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"})
@@ -57,5 +65,9 @@ def test_shared_memory_of_a_child_and_its_workers_goes_with_them(tmp_path, how):
     try:
         asyncio.run(main())
         assert others.exists()
+        assert found.exists()
+        assert (model / "weights").exists()
     finally:
         others.unlink()
+        found.unlink()
+        shutil.rmtree(model)
