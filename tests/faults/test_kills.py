@@ -109,30 +109,6 @@ def test_a_process_that_dies_at_every_point_in_turn_and_is_started_again_loses_a
     run.check_ended()
 
 
-def trainer_deaths() -> list[list[str]]:
-    """The points of the trainer, those at a run's end last; with the point before it where a start passes one only then."""
-    known = kill_points.known()["trainer-0"]
-    chains = [[point] for point in known if kill_points.before("trainer-0", point) is None]
-    for point in known:
-        process, first = kill_points.before("trainer-0", point) or ("", "")
-        chains += [[first, point]] if process == "trainer-0" else []
-    at_the_end = {point for point in known if kill_points.moments("trainer-0", point) == ("last",)}
-    return sorted(chains, key=lambda chain: (not at_the_end.isdisjoint(chain), "mkdir checkpoints/step_N (" not in chain[0]))
-
-
-@pytest.mark.slow
-@pytest.mark.deadline(900)
-@pytest.mark.parametrize("part", range(4))
-def test_a_trainer_that_dies_at_every_point_in_turn_and_begins_again_loses_and_doubles_nothing(run, part):
-    """Within one attempt: each start dies at the next point, behind the newest checkpoint; the last one goes to the end."""
-    points = [point for chain in trainer_deaths()[part::4] for point in chain]
-    deaths = [{**kill("trainer-0", point), "start": start} for start, point in enumerate(points)]
-    run.resume(*deaths, settings=[f"control.restarts={len(points)}"], more=2 * STEPS)
-    assert [fault["point"] for fault in run.fired] == points, run.words()
-    assert len(run.folder.attempts()) == 2
-    run.check_ended()
-
-
 @pytest.mark.slow
 @pytest.mark.deadline(900)
 @pytest.mark.parametrize("fault", ["ENOSPC", "EDQUOT"])
