@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from prl.cluster.record import read_record
-from prl.cluster.run import ProgramError
-from prl.cluster.slurm import past_runs
+from prl.cluster.run import ProgramError, Runner, run
+from prl.cluster.slurm import job_rows, past_runs
 from prl.cluster.slurm_output import JobRow, fold_states
 from prl.flow.ending import Decision, Reason
 from prl.metrics import names
@@ -33,8 +33,18 @@ def silent_end(rows: Sequence[JobRow]) -> tuple[Reason, str]:
     return reason, f"{reason}: the first process ended without a word; Slurm says of the job: {states or 'nothing'}"
 
 
+def ended_runs(job_id: str, runner: Runner = run) -> list[list[JobRow]]:
+    """What became of a job each time that it was put into the queue. Where the accounting knows nothing, or cannot be asked
+    from here, of its last time alone, if the queue remembers that. Raises ProgramError where neither answers."""
+    try:
+        found = past_runs(job_id, runner)
+    except ProgramError:
+        found = []
+    return found or [[row for row in job_rows(job_id, runner) if row.state in REASONS]]
+
+
 def write_silent_end(
-    run: RunFolder, attempt: int, then: Decision, ask: Callable[[str], list[list[JobRow]]] = past_runs
+    run: RunFolder, attempt: int, then: Decision, ask: Callable[[str], list[list[JobRow]]] = ended_runs
 ) -> None:
     """Write the exit.json that the attempt did not write. `then`: what follows it."""
     job_id = read_record(run, attempt).job_id
