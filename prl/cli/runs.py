@@ -69,7 +69,7 @@ def cancel(path: str) -> int:
     was = "is cancelled" if record.job_id in left else "had ended"
     behind = " ".join(job_id for job_id in left if job_id != record.job_id)
     chain = f", and job {behind} behind it in its chain is cancelled" if behind else ""
-    print(f"{_job(record)} of attempt {attempt} {was}{chain}; see prl-submit --status {shlex.quote(str(run))}")
+    print(f"{_job(record)}, attempt {attempt}, {was}{chain}; see prl-submit --status {shlex.quote(str(run))}")
     return 0
 
 

@@ -124,11 +124,11 @@ def test_the_whole_chain_is_listed_and_ended(run, programs, capsys):
     ]
     assert submit.main(["--cancel", str(run)]) == 0
     assert calls.read_text().splitlines()[-1] == "scancel 67 65 63"  # the last first: it would begin once the others are gone
-    assert "attempt 1 is cancelled, and job 65 67 behind it in its chain is cancelled; see" in capsys.readouterr().out
+    assert "attempt 1, is cancelled, and job 65 67 behind it in its chain is cancelled; see" in capsys.readouterr().out
     programs(squeue=queue(waits))
     assert submit.main(["--cancel", str(run)]) == 0
     assert calls.read_text().splitlines()[-1] == "scancel 67 65 63"
-    assert "attempt 1 had ended, and job 65 67 behind it in its chain is cancelled; see" in capsys.readouterr().out
+    assert "attempt 1, had ended, and job 65 67 behind it in its chain is cancelled; see" in capsys.readouterr().out
     calls.unlink()
     programs()
     assert submit.main(["--cancel", str(run)]) == 0

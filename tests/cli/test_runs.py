@@ -99,7 +99,7 @@ def test_a_job_is_ended_by_its_leader(run, capsys, monkeypatch):
     calls = stand_in(run.path, monkeypatch, squeue=f"printf '{rows}'", scancel=":")
     assert submit.main(["--cancel", "runs/one"]) == 0
     assert calls.read_text().splitlines()[1:] == ["scancel 63"]
-    assert capsys.readouterr().out.startswith("job 63 of attempt 2 is cancelled; see prl-submit --status")
+    assert capsys.readouterr().out.startswith("job 63, attempt 2, is cancelled; see prl-submit --status")
     stand_in(run.path, monkeypatch, squeue=GONE, sacct=f"echo '{HEADER}'")
     assert submit.main(["--cancel", "runs/one"]) == 0
     assert capsys.readouterr().out.startswith("job 63 has ended: it wrote no exit.json")

@@ -131,7 +131,7 @@ def test_ctrl_c_leaves_a_followed_job_running_and_the_run_folder_is_enough_to_en
     assert re.match(r"  train  RUNNING on n\d+ since 2\d{3}-", train)
     assert re.match(r"  sample RUNNING on n", sample)
     assert submit.main(["--cancel", "runs/one"]) == 0
-    job = re.search(r"job (\d+) of attempt 1 is cancelled", capsys.readouterr().out)[1]
+    job = re.match(r"job (\d+ of cluster \w+), attempt 1, is cancelled", capsys.readouterr().out)[1]
     end = time.monotonic() + 60
     while "CANCELLED" not in capsys.readouterr().out:
         assert time.monotonic() < end
