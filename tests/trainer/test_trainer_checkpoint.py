@@ -233,4 +233,6 @@ def test_a_save_that_is_interrupted_or_fails_at_any_file_leaves_what_counted_and
         # Made twice, the second time for nothing; and the checkpoint is whole by the time that the old one is cleaned away.
         may_succeed = point.startswith(("mkdir", "unlink checkpoints/step_N/.old-trainer"))
         assert (may_succeed and end == "saved") or ("no space is left" in end and "step_000004" in end), (point, end)
-    assert set(found["killed"].tolist()) <= {"killed", "saved", *found["failed"].tolist()}
+    killed = found["killed"].tolist()
+    assert set(killed) <= {"killed", "saved", *found["failed"].tolist()}
+    assert killed.count("killed") > 0.75 * len(points)  # behind the others' faults nothing more is written, which would kill
