@@ -148,7 +148,7 @@ async def _watch(
     obeying = asyncio.create_task(_obey(client, children, given_up), name="end what the orchestrator gave up")
     telling = asyncio.create_task(_tell(client, terminated), name="tell that the batch system ends this node's task")
     tasks: list[asyncio.Task[Any]] = [stopping, obeying, telling]
-    looked, segments = time.monotonic(), frozenset[str]()
+    looked, segments, new = time.monotonic(), frozenset[str](), False
     try:
         while (waits or starts) and not client.stopping.is_set():
             done, _ = await asyncio.wait(
@@ -157,8 +157,9 @@ async def _watch(
             if time.monotonic() - looked >= USAGE_S:
                 looked = time.monotonic()
                 _write_usage(metrics, children)
-            if (present := leftovers.names()) != segments:
-                segments = present
+            before, segments = segments, leftovers.names()
+            if segments != before or new:  # once more, since a file is there before it is mapped
+                new = segments != before
                 note_segments(children.values())
                 _record(temporary, children)
             for task in done & waits.keys():
