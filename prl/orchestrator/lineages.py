@@ -86,7 +86,7 @@ class Lineages:
             return
         before = self.work
         start = await asyncio.to_thread(checked_start, self._run, self._config, before.start, self._given_up)
-        if self._given_up.is_set():
+        if self._given_up.is_set() or self.work is not before:  # trainers that were started again look for themselves
             return
         if start is not before.start:
             await before.close()

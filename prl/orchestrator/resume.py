@@ -18,13 +18,13 @@ from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.events import EventKind, LedgerEvent
 from prl.flow.ids import RolloutId
 from prl.flow.problems import DispatcherError
-from prl.flow.versions import Version
+from prl.flow.versions import Version, is_ancestor
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.replay import replayed_steps
 from prl.orchestrator.steps import StepEntry
 from prl.runfolder.manifest import Manifest, ManifestError, check_parts, newest_manifest, read_manifest
 from prl.runfolder.paths import RunFolder
-from prl.runfolder.plan import PlanError, read_plan
+from prl.runfolder.plan import PlanError, PlanFacts, read_plan
 from prl.runfolder.publish import publish_json
 from prl.runfolder.reclaim import move_aside
 from prl.streams.files import StreamError, StreamFile
@@ -96,7 +96,9 @@ def find_start(run: RunFolder, config: Config, *, parts: bool = True, lineage: i
             f"{path}: its state and the ledger in {run.ledgers} do not fit together ({type(error).__name__}: {error}): they "
             f"were written by another version of prl, or belong to different runs; submit the run anew"
         ) from error
-    lineage = _last_lineage(run) + 1 if lineage is None else lineage
+    if lineage is None:
+        plan = _last_plan(run)
+        lineage = 1 if plan is None else plan.lineage + 1
     return go_back(_behind(run, config, manifest, refused, earlier, since, lineage), dispatcher, "attempt ended")
 
 
@@ -120,7 +122,14 @@ def go_back(remains: Remains, dispatcher: Dispatcher, reason: str) -> Start:
 
 
 def _newest(run: RunFolder, *, parts: bool) -> tuple[Manifest | None, list[str]]:
-    manifest, refused = newest_manifest(run, parts=parts)
+    """One that was taken for damaged once, and that the run has gone back behind, is not taken again: what was trained since
+    would be lost."""
+    plan = _last_plan(run)
+
+    def survives(manifest: Manifest) -> bool:
+        return plan is None or is_ancestor(Version(manifest.lineage, manifest.step), plan.lineage, plan.forks)
+
+    manifest, refused = newest_manifest(run, parts=parts, survives=survives)
     for words in refused:
         log.error("%s", words)
     if manifest is None and refused:
@@ -200,12 +209,16 @@ def dispatcher_settings(config: Config) -> DispatcherSettings:
     )
 
 
-def _last_lineage(run: RunFolder) -> int:
-    """The highest lineage that any attempt has used, also one that left no checkpoint."""
+def _last_plan(run: RunFolder) -> PlanFacts | None:
+    """That of the highest lineage that any attempt has used, also one that left no checkpoint."""
     try:
-        return max((read_plan(run.plan(n)).lineage for n in run.attempts() if os.path.lexists(run.plan(n))), default=0)
+        plans = (read_plan(run.plan(n)) for n in run.attempts() if os.path.lexists(run.plan(n)))
+        last = max(plans, key=lambda plan: plan.lineage, default=None)
     except PlanError as error:
         raise ResumeError(str(error)) from error
+    if last is not None and not last.forks.keys() >= set(range(1, last.lineage + 1)):
+        raise ResumeError(f"{run}: no plan.json says where lineages 1 to {last.lineage} left the ones before: restore it")
+    return last
 
 
 def _check_ledgers(run: RunFolder) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,13 +113,17 @@ def check_parts(path: Path, manifest: Manifest, *, content: bool = True, given_u
         raise ManifestError(damage)
 
 
-def newest_manifest(run: RunFolder, *, parts: bool = False) -> tuple[Manifest | None, list[str]]:
+def newest_manifest(
+    run: RunFolder, *, parts: bool = False, survives: Callable[[Manifest], bool] = lambda _: True
+) -> tuple[Manifest | None, list[str]]:
     """The newest checkpoint that is whole, as far as its manifest and the sizes of its files say (with `parts`: and all that is
-    in them), and why each newer one was refused."""
+    in them), and why each newer one was refused. One that does not survive, since the run has gone back behind it, is none."""
     refused: list[str] = []
     for _, path in reversed(run.manifests()):
         try:
             manifest = read_manifest(path)
+            if not survives(manifest):
+                continue
             check_parts(path, manifest, content=parts)
             return manifest, refused
         except ManifestError as error:

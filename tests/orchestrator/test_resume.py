@@ -144,7 +144,7 @@ def test_the_lineage_rises_also_over_attempts_that_left_no_checkpoint(tmp_path):
     first.train(1, 0, 1)
     first.checkpoint(1)
     first.run.attempt(2).mkdir()
-    first.run.plan(2).write_text(json.dumps({"lineage": 1, "forks": {}, "refused": []}))
+    first.run.plan(2).write_text(json.dumps({"lineage": 1, "forks": {"1": 1}, "refused": []}))
     start = find_start(first.run, CONFIG)
     assert start.resume.lineage == 2
     assert start.forks == {1: 1, 2: 1}
@@ -228,6 +228,20 @@ def test_a_manifest_with_another_value_is_refused(tmp_path, change):
     content["dispatcher"] |= change
     path.write_text(json.dumps(content))
     assert "does not fit its own checksum" in find_start(first.run, CONFIG).refused[0]
+
+
+def test_a_checkpoint_that_the_run_has_gone_back_behind_does_not_come_back(tmp_path):
+    """It could not be read for a while, and the trainers began again before it: what they have trained since counts."""
+    first = two_checkpoints(tmp_path)
+    assert find_start(first.run, CONFIG).resume.step == 2
+    first.run.attempt(2).mkdir()
+    first.run.plan(2).write_text(json.dumps({"lineage": 1, "forks": {"1": 1}, "refused": []}))
+    start = find_start(first.run, CONFIG)
+    assert (start.resume.step, start.resume.lineage, start.forks) == (1, 2, {1: 1, 2: 1})
+    assert not start.refused
+    first.run.plan(2).write_text(json.dumps({"lineage": 1, "forks": {}, "refused": []}))
+    with pytest.raises(ResumeError, match=r"no plan\.json says where lineages 1 to 1 left the ones before"):
+        find_start(first.run, CONFIG)
 
 
 def test_without_a_whole_checkpoint_the_resume_fails_and_names_all(tmp_path):

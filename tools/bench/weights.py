@@ -240,10 +240,12 @@ class Process:
 def _links(store_port: int) -> Iterator[tuple[tuple[int, int], int]]:
     """((port there, port here), bytes received) of each connection of this process but for those to the store."""
     for name in os.listdir("/proc/self/fd"):
+        if not os.path.realpath(f"/proc/self/fd/{name}").rpartition("/")[2].startswith("socket:"):
+            continue
         try:
             link = socket.socket(fileno=os.dup(int(name)))
         except OSError:
-            continue  # no socket, or gone
+            continue  # gone
         with link:
             try:
                 ends = link.getpeername()[1], link.getsockname()[1]
