@@ -20,13 +20,15 @@ class Output:
 
 
 Runner = Callable[..., Output]
+ENDING = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 
 
 @contextmanager
-def beyond_sigterm() -> Iterator[None]:
-    """Programs that are run here do not get SIGTERM, which Slurm sends, more than once, to all processes of a job that it ends:
-    what it is asked and told then must not end with them. Nor does this thread, until afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a program inherits the mask
+def beyond_signals() -> Iterator[None]:
+    """Programs that are run here do not get SIGTERM, which Slurm sends, more than once, to all processes of a job that it ends,
+    nor the signals with which it warns of that: what it is asked and told then must not end with them. Nor does this thread,
+    until afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # a program inherits the mask
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from prl.cluster.requests import Request
-from prl.cluster.run import Output, ProgramError, Runner, beyond_sigterm, run
+from prl.cluster.run import Output, ProgramError, Runner, beyond_signals, run
 from prl.cluster.slurm_output import (
     ACCOUNTING_FIELDS,
     NODE_FORMAT,
@@ -223,7 +223,7 @@ def why_terminated(
     """Why Slurm sends the job, or a component of it, SIGTERM at `now` (seconds since the epoch). `restarts`: how often it had
     been put into the queue again before. None where the job goes on: somebody has sent it the signal, or srun ends its step, as
     a task of it has ended. Raises ProgramError where Slurm does not answer."""
-    with beyond_sigterm():
+    with beyond_signals():
         found = _FIELD.findall(runner(["scontrol", "-o", "show", "job", job_id], timeout_s=10.0).out)  # of all components
     states = {value for name, value in found if name == "JobState"}  # COMPLETING, as long as Slurm waits for its processes
     reasons = {value for name, value in found if name == "Reason"}
@@ -245,7 +245,7 @@ def why_terminated(
 def requeue(job_id: str, runner: Runner = run) -> None:
     """Put a running job (of a heterogeneous one the whole, by its first component's id) into the queue again, which ends it
     here. Raises ProgramError."""
-    with beyond_sigterm():
+    with beyond_signals():
         runner(["scontrol", "requeue", job_id], timeout_s=30.0)
 
 

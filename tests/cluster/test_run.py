@@ -1,8 +1,9 @@
+import signal
 import sys
 
 import pytest
 
-from prl.cluster.run import Output, ProgramError, beyond_sigterm, run
+from prl.cluster.run import Output, ProgramError, beyond_signals, run
 
 
 def python(code, **options):
@@ -35,9 +36,10 @@ def test_what_is_to_be_read_arrives_and_otherwise_nothing():
     assert python("import sys; print(sys.stdin.read())").out == "\n"
 
 
-def test_a_program_that_must_not_end_with_its_job_outlives_sigterm():
-    line = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); print('lives')"
-    assert python(line, check=False).code == -15
-    with beyond_sigterm():
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
+def test_a_program_that_must_not_end_with_its_job_outlives_what_ends_it(name):
+    line = f"import os, signal; os.kill(os.getpid(), signal.{name}); print('lives')"
+    assert python(line, check=False).code == -signal.Signals[name]
+    with beyond_signals():
         assert python(line).out == "lives\n"
-    assert python(line, check=False).code == -15
+    assert python(line, check=False).code == -signal.Signals[name]
