@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prl.control.client import ControlClient
@@ -13,7 +13,7 @@ from prl.streams.opening import open_writer
 from prl.streams.options import StreamsOptions
 from prl.streams.records import Group
 
-Write = Callable[[Sequence[Group]], Sequence[Mapping[str, Any]]]
+Write = Callable[[Sequence[Group]], Iterable[Mapping[str, Any]]]
 Announce = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 _LOOK_S = 60.0  # between two looks at a queue that stays empty
@@ -24,7 +24,8 @@ class Publisher:
     `roll_mib` MiB, when there is room for no more, or when the first of them has waited `roll_s` seconds."""
 
     def __init__(self, write: Write, announce: Announce, options: StreamsOptions, *, wait_s: float) -> None:
-        """`write` makes groups durable and returns what to announce; it may block, and runs in a thread. `announce` tells the
+        """`write` makes groups durable, entry by entry, and yields what to announce; it may block, and runs in threads. Each is
+        announced before the next is written, which may have to wait until others are read. `announce` tells the
         orchestrator of one entry. `wait_s`: how long `put` waits for room, in seconds."""
         self._write = write
         self._announce = announce
@@ -83,11 +84,11 @@ class Publisher:
             await self._bell.until(self._is_due, self._since_s + self._options.roll_s - time.monotonic())
             groups, size = self._groups, self._gathered_bytes
             self._groups, self._gathered_bytes = [], 0
-            announcements = await asyncio.to_thread(self._write, groups)
+            entries = iter(self._write(groups))
+            while (entry := await asyncio.to_thread(next, entries, None)) is not None:
+                await self._announce(entry)  # late groups have ended already: the ledger says how
             self._waiting_bytes -= size
             self._bell.ring()
-            for announcement in announcements:
-                await self._announce(announcement)  # late groups have ended already: the ledger says how
 
     def _has_work(self) -> bool:
         return bool(self._groups) or self._closed
@@ -105,10 +106,10 @@ def rollout_publisher(
     """Publishes to the actor's own part of the run's rollout stream."""
     writer = open_writer(run, f"actor-{control.index:03d}", run_name, attempt, options)
 
-    def write(groups: Sequence[Group]) -> Sequence[Mapping[str, Any]]:
-        published = [entry for group in groups for entry in writer.append(group)]
-        published += writer.flush()
-        return [entry.announcement() for entry in published]
+    def write(groups: Sequence[Group]) -> Iterator[Mapping[str, Any]]:
+        for group in groups:
+            yield from (entry.announcement() for entry in writer.append(group))
+        yield from (entry.announcement() for entry in writer.flush())
 
     async def announce(entry: Mapping[str, Any]) -> Mapping[str, Any]:
         deadline_s = deadlines.stop_s if control.stopping.is_set() else deadlines.wait_s

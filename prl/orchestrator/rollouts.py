@@ -11,6 +11,7 @@ from prl.control.server import Answer, Bell, Handler, Member
 from prl.flow.dispatcher import Dispatcher
 from prl.flow.evaluations import Evaluation
 from prl.flow.events import LedgerEvent, from_discard_rows
+from prl.streams.contract import Cursor
 
 LONG_POLL_S = 5.0
 log = logging.getLogger(__name__)
@@ -29,14 +30,16 @@ class RolloutDesk:
         *,
         on_evaluation: Callable[[Evaluation, Mapping[str, Any]], None],
         on_announced: Callable[[Mapping[str, Any]], None] = lambda announcement: None,
+        cursors: Cursor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`cursors`: of announcements before, to another desk of this attempt: none of their groups waits any more."""
         self.open = False  # leases are handed out once the samplers serve a version
         self.ended = False
         self.announced = 0  # so far
         # By number, those of which a group still waits to be trained, with the time at which they came.
         self._announcements: dict[int, tuple[float, dict[str, Any]]] = {}
-        self._cursors: dict[str, int] = {}
+        self._cursors = dict(cursors or {})
         self._dispatcher = dispatcher
         self._record = record
         self._bell = bell

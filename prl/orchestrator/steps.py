@@ -126,6 +126,7 @@ class StepDesk:
         return {
             "announcements": [self._untaken(announcement) for announcement in self._rollouts.announcements(after)],
             "cursor": self._rollouts.announced,
+            "announced": self._rollouts.cursors(),
             "trained_step": self.trained,
             "next_step": self.next_step,
             "awaited_from": self._dispatcher.awaited_from,

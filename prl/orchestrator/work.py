@@ -58,12 +58,13 @@ class Work:
             settled=settled,
             before=None if before is None else before.checkpoints,
         )
-        self.rollouts = RolloutDesk(
+        self.rollouts: RolloutDesk = RolloutDesk(
             self.dispatcher,
             record,
             bell,
             on_evaluation=self._evaluated,
             on_announced=self.checkpoints.announced,
+            cursors=None if before is None else before.rollouts.cursors(),
         )
         self.steps = StepDesk(
             self.dispatcher,

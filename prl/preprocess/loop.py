@@ -24,7 +24,7 @@ from prl.preprocess.assemble import DROPPED, Moment
 from prl.preprocess.builder import BuilderSettings, Built, PublishedStep, UnreadableEntry, Workshop
 from prl.preprocess.replay import replay
 from prl.preprocess.steps import Arrival, StepMaker, StepOrder
-from prl.streams.contract import announced
+from prl.streams.contract import Cursor, announced
 from prl.streams.files import StreamError, next_sequence
 from prl.streams.opening import open_reader
 from prl.streams.records import Group
@@ -89,8 +89,7 @@ class _Loop:
         self._sequence = next_sequence(child.run.steps)
         self._reader = open_reader(child.run, child.config.run.mark, child.attempt, child.config.streams, vocabulary)
         self._unreadable: set[str] = set()  # entries
-        self._seen: dict[str, int] = {}  # writer -> last entry announced
-        self._released: dict[str, int] = {}  # writer -> last entry that is done with
+        self._released: Cursor = {}  # entries that are done with
 
     async def run(self) -> None:
         tasks = [asyncio.create_task(self._order_steps()), asyncio.create_task(self._publish_steps())]
@@ -141,7 +140,7 @@ class _Loop:
             self._cursor = int(answer["cursor"])
             self._order(answer, min(awaited))
             await self._report_dropped()
-            await self._release()
+            await self._release(answer["announced"])
 
     def _note_trained(self, step: int, now_s: float) -> None:
         if self._trained_step is not None:
@@ -153,7 +152,6 @@ class _Loop:
     async def _take_in(self, announcement: Mapping[str, Any], lineage: int, announced_s: float, heard_s: float) -> list[int]:
         """Read an announced entry; the groups that could not be read and are awaited anew."""
         entry = announced(announcement, self._child.attempt)
-        self._seen[entry.writer] = max(entry.sequence, self._seen.get(entry.writer, -1))
         wanted = {
             (int(g["group"]), int(g["issue"]))
             for g in announcement["groups"]
@@ -196,9 +194,10 @@ class _Loop:
         self._dropped.update(reason for _, reason in discarded)
         return discarded
 
-    async def _release(self) -> None:
-        """Entries of which nothing waits and nothing is in the making are done with: what was published is durable."""
-        done = dict(self._seen)
+    async def _release(self, announced: Mapping[str, int]) -> None:
+        """Entries of which nothing waits and nothing is in the making are done with: what was published is durable. Also those
+        that were announced before this process began."""
+        done = dict(announced)
         building = (member.entry for job in self._jobs for member in job.order.members)
         for entry in chain(self._maker.entries(), building):
             done[entry.writer] = min(done[entry.writer], entry.sequence - 1)

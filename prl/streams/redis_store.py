@@ -133,6 +133,8 @@ class RedisAppender:
         self._server.ask("sadd", place.writers_key, writer)
         # Sizes of the entries in the stream, the oldest first; those at the head may be released already.
         self._sizes = deque(size for _, size, _, _ in self._server.walk(self._key))
+        if self._sizes:  # the last may never have been announced, and is then released behind the next one only
+            self._sizes[-1] = 0
         self.next_sequence = _sequence_of(self._server.ask("eval", _LAST_ID, 1, self._key)) + 1
 
     def put(self, header: Header, data: Encoded) -> Published:

@@ -38,7 +38,7 @@ class World:
     def _write(self, groups):
         assert self.free.wait(20)
         self.written.append([g.group for g in groups])
-        return [{"groups": self.written[-1]}]
+        yield {"groups": self.written[-1]}
 
     async def _announce(self, entry):
         self.announced.append(entry["groups"])
@@ -182,11 +182,42 @@ def test_storage_that_never_takes_more_ends_the_wait_with_words():
 def test_an_error_of_the_storage_ends_the_publisher():
     async def scenario():
         def full(groups):
+            yield {}
             raise OSError(28, "No space left on device")
 
-        publisher = Publisher(full, None, StreamsOptions(roll_groups=1), wait_s=1)
+        async def announced(entry):
+            return {}
+
+        publisher = Publisher(full, announced, StreamsOptions(roll_groups=1), wait_s=1)
         await publisher.put(group(0))
         with pytest.raises(OSError, match="No space"):
             await publisher.run()
+
+    play(scenario())
+
+
+def test_an_entry_is_announced_before_the_next_is_written():
+    """Which may have to wait for room that is made where the first is read."""
+
+    async def scenario():
+        heard = threading.Event()
+
+        def write(groups):
+            yield {"entry": 0}
+            assert heard.wait(10)
+            yield {"entry": 1}
+
+        entries = []
+
+        async def announce(entry):
+            entries.append(entry["entry"])
+            heard.set()
+            return {}
+
+        publisher = Publisher(write, announce, StreamsOptions(), wait_s=1)
+        await publisher.put(group(0))
+        publisher.close()
+        await publisher.run()
+        assert entries == [0, 1]
 
     play(scenario())

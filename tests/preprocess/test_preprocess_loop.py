@@ -46,7 +46,7 @@ STEPS = 6
 class World:
     """An orchestrator's desks around one preprocessor."""
 
-    def __init__(self, folder: Path, order: str, **options) -> None:
+    def __init__(self, folder: Path, order: str, cursors=None, **options) -> None:
         self.run = RunFolder(folder)
         self.run.create()
         self.run.attempt(1).mkdir()
@@ -66,7 +66,7 @@ class World:
         self.metrics: list[dict] = []
         record = LedgerDesk(self.ledger.append).record
         bell = Bell()
-        self.rollouts = RolloutDesk(self.dispatcher, record, bell, on_evaluation=lambda e, body: None)
+        self.rollouts = RolloutDesk(self.dispatcher, record, bell, on_evaluation=lambda e, body: None, cursors=cursors)
         self.rollouts.open = True
         self.steps = StepDesk(
             self.dispatcher, self.rollouts, record, bell, trained=0, forks={}, lineage=0, waiting=(),
@@ -312,28 +312,40 @@ def test_workers_do_not_outlive_a_killed_process(tmp_path):
 
 
 @pytest.mark.redis
-def test_what_an_earlier_attempt_left_in_redis_makes_room(tmp_path):
-    """Else its actors would wait for ever for room behind entries that nobody reads."""
-    world = World(tmp_path / "run", "arrival")
+def test_what_was_left_in_redis_makes_room(tmp_path, monkeypatch):
+    """By an earlier attempt, and by earlier trainers of this one. Else actors would wait for ever for room behind entries that
+    nobody reads."""
+    monkeypatch.setattr("prl.orchestrator.steps.LONG_POLL_S", 0.1)
+    world = World(tmp_path / "run", "arrival", cursors={"actor-000": 1})
     streams = StreamsOptions(backend="redis", redis=RedisOptions(start=True), roll_groups=1)
     world.config = replace(world.config, streams=streams)
     world.run.attempt(2).mkdir()
     world.run.plan(2).write_text(world.run.plan(1).read_text())
-    world.rollouts.ended = True
     server = RedisServer(world.run, 1, "127.0.0.1", free_port("127.0.0.1"), create_token(world.run.token), start_s=30)
     with closing(server):
         world.run.redis_url(2).write_text(world.run.redis_url(1).read_text())
-        for attempt in (1, 2):
+        for attempt in (1, 2, 2):
             writer = open_writer(world.run, "actor-000", "run", attempt, streams)
             writer.append(world._sample(Lease("train", "d", 1, 0, attempt, 0, 2), Version(0, 0), equal=False))
 
         async def start_and_stop() -> None:
             url = await world.server.start("127.0.0.1")
             child = Child(world.config, world.run, 2, "preprocess", 0, "127.0.0.1", None, "token", url)
-            async with world.client(url, "preprocess") as own:
-                await preprocess(child, own)
+            async with world.client(url, "preprocess") as own, asyncio.timeout(30):
+                running = asyncio.create_task(preprocess(child, own))
+                while left() != [2] and not running.done():  # noqa: ASYNC110 - the server tells nobody
+                    await asyncio.sleep(0.1)
+                world.rollouts.ended = True
+                world.bell.ring()
+                await running
             await world.server.close()
 
+        reader = open_reader(world.run, "run", 2, streams)
+
+        def left() -> list[int]:
+            return [entry.sequence for entry in reader.entries()]
+
+        assert left() == [0, 1, 2]
         asyncio.run(start_and_stop())
-        assert [entry.attempt for entry in open_reader(world.run, "run", 2, streams).entries()] == [2]
+        assert left() == [2]  # the one that is not announced yet
     world.ledger.close()
