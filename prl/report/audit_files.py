@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ import pyarrow as pa
 
 from prl.config.schema import Config
 from prl.report.audit_ids import Findings, Ids, Int64, gaps, numbered, pairs_of
+from prl.report.audit_ledger import Problems
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.reclaim import Reclaimed, kept_aside, read_aside
 from prl.streams import rollouts, steps
@@ -20,12 +20,6 @@ from prl.streams.files import FILE_NAME, Header, StreamError, StreamFile, open_a
 from prl.streams.folder import rollout_files
 
 Bool = npt.NDArray[np.bool_]
-
-
-class Problems(Protocol):
-    """What the ledger says of groups: which of these rows speak of another problem or epoch?"""
-
-    def strangers(self, groups: Int64, epochs: Int64, problems: pa.Array) -> Bool: ...
 
 
 @dataclass
