@@ -176,7 +176,6 @@ def main(folder: Path) -> None:
             found[f"bytes:{key}"] = np.array([held[key] for held in channel.gather(held_bytes(engine))])
         if rank == 0:
             np.savez(results / f"{model}_{name}.npz", **found)
-        leave_groups()
 
     def shapes() -> None:
         """What Megatron says to models of these shapes, as tensor-parallel ranks."""
@@ -191,14 +190,15 @@ def main(folder: Path) -> None:
                 said[shape] = np.array(str(error) or "refused")
         if rank == 0:
             np.savez(results / "shapes.npz", **said)
-        leave_groups()
 
     if ranks == 4:
         shapes()
+        leave_groups()
     for model, layouts in LAYOUTS[ranks].items():
         for name, changes in layouts.items():
             if len(sys.argv) < 3 or sys.argv[2] in f"{model}_{name}":
                 steps_of(model, name, replace(OPTIONS, **changes))  # type: ignore[arg-type]
+                leave_groups()
     stop_groups()
 
 
