@@ -50,7 +50,7 @@ async def main(child: Child, control: ControlClient) -> None:
         control.progress("waiting for the first lease")
         parts = Parts(tasks, control, samplers, verifier, publisher, metrics)
         enough = config.run.min_rollouts_per_group
-        await Actor(parts, config.actor, call_s=config.control.wait_s, enough=enough).run()
+        await Actor(parts, config.actor, call_s=config.control.trainers_s, enough=enough).run()
 
 
 if __name__ == "__main__":

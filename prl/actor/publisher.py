@@ -112,7 +112,7 @@ def rollout_publisher(
         yield from (entry.announcement() for entry in writer.flush())
 
     async def announce(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-        deadline_s = deadlines.stop_s if control.stopping.is_set() else deadlines.wait_s
+        deadline_s = deadlines.stop_s if control.stopping.is_set() else deadlines.trainers_s
         return await control.call("rollouts", entry, deadline_s=deadline_s, reason=f"announcing {entry['path']}")
 
-    return Publisher(write, announce, options, wait_s=deadlines.wait_s)
+    return Publisher(write, announce, options, wait_s=deadlines.trainers_s)

@@ -29,3 +29,9 @@ class ControlOptions:
         Above(0),
     ] = 600.0
     stop_s: Annotated[float, "seconds that processes have to end by themselves at the end of a run", Above(0)] = 60.0
+
+    @property
+    def trainers_s(self) -> float:
+        """Seconds that trainers which are started again have to be there: their checkpoint is checked, and loaded, before they
+        join. So long everyone waits whose calls depend on where they begin; whom to blame if they do not is known by then."""
+        return self.start_s + self.wait_s

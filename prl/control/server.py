@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from prl.control.tasks import end_tasks
 from prl.control.token import is_authorized
 from prl.runfolder.publish import in_words
 
@@ -22,6 +23,8 @@ Handler = Callable[["Member", Mapping[str, Any]], Awaitable[Answer]]
 
 MAX_BODY_BYTES = 64 * 2**20
 REMEMBERED_CALLS = 256  # of each member; more than it has open at once
+LAST_CALLS_S = 1.0  # that calls under way have to be answered when the server closes,
+BROKEN_OFF_S = 20.0  # and that they have to end where they are not
 log = logging.getLogger(__name__)
 
 
@@ -70,6 +73,7 @@ class ControlServer:
         self._on_fail = on_fail
         self._clock = clock
         self._runner: web.AppRunner | None = None
+        self._calls: set[asyncio.Task[web.Response]] = set()  # under way
 
     def add(self, handlers: Mapping[str, Handler]) -> None:
         """Answer these calls too, of parts that need the server themselves; before it is started."""
@@ -79,15 +83,18 @@ class ControlServer:
         """Listen on one address (port 0: a free one) and return the URL."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._authorize])
         app.router.add_post("/{name}", self._serve)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=LAST_CALLS_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
         return f"http://{host}:{self._runner.addresses[0][1]}"
 
     async def close(self) -> None:
+        """Nothing is called any more; returns once all calls under way have ended, which are broken off where nobody has
+        answered them meanwhile. Raises TimeoutError where one does not end."""
         if self._runner is not None:
             await self._runner.cleanup()
+        await end_tasks(self._calls, BROKEN_OFF_S)
 
     def forget(self, role: str, index: int, start: int) -> None:
         """This start of a process has ended. Calls of it that are on their way still are refused."""
@@ -129,9 +136,10 @@ class ControlServer:
         member.seen_s = self._clock()
         number = str(body.get("call") or uuid.uuid4().hex)
         if number not in member.calls:  # else the answer to an earlier try was lost: it is given again
-            member.calls[number] = asyncio.create_task(
-                self._answer(name, handler, member, body), name=f"/{name} of {member.name}"
-            )
+            call = asyncio.create_task(self._answer(name, handler, member, body), name=f"/{name} of {member.name}")
+            member.calls[number] = call
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
             while len(member.calls) > REMEMBERED_CALLS:
                 member.calls.popitem(last=False)
         response = await asyncio.shield(member.calls[number])

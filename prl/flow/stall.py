@@ -14,12 +14,15 @@ class Queues:
     received: int  # groups whose result has come, and that lie in no step file
     groups_per_step: int
     step_waits: bool  # the trainer may train a step file
+    replays: bool = False  # another run's rollouts are trained on again: nobody samples
 
 
 def waited_for(queues: Queues) -> tuple[str, str]:
     """The role that has to act before anything else can, and what for."""
     if queues.step_waits:
         return "trainer", "which has a step file to train on"
+    if queues.replays:
+        return "preprocess", "which makes the next step of the rollouts of another run"
     if queues.received >= queues.groups_per_step:
         return "preprocess", f"which has {queues.received} groups to build a step of {queues.groups_per_step} from"
     if not queues.serving:

@@ -9,6 +9,7 @@ from typing import Any
 
 from prl.config.schema import Config
 from prl.control.server import Answer, Handler, Member
+from prl.control.tasks import thread_to_its_end
 from prl.metrics import names
 from prl.orchestrator.journal import Journal
 from prl.orchestrator.reclaim import Reclaimer
@@ -55,7 +56,8 @@ class Checkpoints:
         self._now = now
         self._settled = settled
         self._moments: dict[int, Moment] = {}  # of the steps whose files are being written
-        self._asked: bool = before is not None and before._asked  # somebody wants the next step to be saved
+        self._asked: bool = before is not None and before.asked  # somebody wants the next step to be saved
+        self._answer: int | None = None  # the step whose save somebody has asked for, while it is on its way
         self._closed = False
         self._counting = asyncio.Lock()  # held while a checkpoint is made to count
         self._failures: int = 0 if before is None else before._failures  # saves that came to nothing, and
@@ -82,11 +84,17 @@ class Checkpoints:
         """Save the next step that is trained, whichever it is."""
         self._asked = True
 
+    @property
+    def asked(self) -> bool:
+        """Whether a save that somebody has asked for neither counts nor has failed yet."""
+        return self._asked or self._answer is not None
+
     def due(self, step: int) -> bool:
         """Whether the step that has just been trained is to be saved. If so, this is the moment that the checkpoint is of."""
         every = self._options.checkpoint_every_steps
-        asked, self._asked = self._asked, False
-        if not asked and (not every or step % every):
+        if self._asked:
+            self._asked, self._answer = False, step
+        elif not every or step % every:
             return False
         self._moments[step] = self._now()
         return True
@@ -121,12 +129,13 @@ class Checkpoints:
             parts=[Part(**part) for part in body["parts"]],
         )
         try:
-            await asyncio.to_thread(write_manifest, self._run, manifest)
+            await thread_to_its_end(write_manifest, self._run, manifest)
         except OSError as error:
             if body["last"]:
                 raise
             self._alarm(step, in_words(error))
             return {"saved": False}
+        self._ended(step)
         await self._delete(moment)
         values = {names.CHECKPOINT_BYTES: float(sum(part.bytes for part in manifest.parts)), **body["metrics"]}
         values |= {names.CHECKPOINT_FAILURES: float(self._failures), names.CHECKPOINTS_RETIRED: float(self._retired)}
@@ -142,16 +151,22 @@ class Checkpoints:
     def _alarm(self, step: int, words: str) -> None:
         log.error("the checkpoint of step %d failed, and the run goes on: %s", step, words)
         self._failures += 1
+        self._ended(step)
         self._journal.save_failed(step, words, {names.CHECKPOINT_FAILURES: float(self._failures)})
+
+    def _ended(self, step: int) -> None:
+        """The save of a step counts or has failed, and with it the one that was asked for before."""
+        if self._answer is not None and self._answer <= step:
+            self._answer = None
 
     async def _delete(self, newest: Moment) -> None:
         """What is superfluous now that the checkpoint of `newest` counts. Nothing of that can end a run."""
         if self._reclaims and self._before is not None:
-            await asyncio.to_thread(self._reclaimer.reclaim, self._before.step, self._before.dispatcher)
+            await thread_to_its_end(self._reclaimer.reclaim, self._before.step, self._before.dispatcher)
         self._before = newest
         options = self._options
         keep = Keep(options.checkpoint_keep_last, options.checkpoint_keep_every_steps)
         try:
-            self._retired += await asyncio.to_thread(retire, self._run, newest.step, keep)
+            self._retired += await thread_to_its_end(retire, self._run, newest.step, keep)
         except OSError as error:
             log.warning("an old checkpoint could not be deleted: %s", error)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from prl.control.tasks import thread_to_its_end
 from prl.flow.evaluations import Evaluation
 from prl.flow.membership import Membership
 from prl.metrics import names
@@ -66,9 +67,9 @@ class Journal:
         """Keep TensorBoard's file up to date, until cancelled."""
         while self._tensorboard is not None:
             await asyncio.sleep(TENSORBOARD_S)
-            await asyncio.to_thread(self._tensorboard.update)
+            await thread_to_its_end(self._tensorboard.update)
 
     async def close(self) -> None:
         self._metrics.close()
         if self._tensorboard is not None:
-            await asyncio.to_thread(self._tensorboard.close)
+            await thread_to_its_end(self._tensorboard.close)

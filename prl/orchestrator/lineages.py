@@ -1,7 +1,6 @@
 """Where the trainers of an attempt begin: at its start, and again in a new lineage whenever they were started again, all
 together. What depends on it is held until it is certain."""
 
-import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -10,12 +9,14 @@ from typing import Any
 from prl.config.schema import Config
 from prl.control.ports import free_port
 from prl.control.server import Answer, Bell, Handler, Member
+from prl.control.tasks import thread_to_its_end
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.processes import ProcessDesk
 from prl.orchestrator.resume import Start, checked_start, find_remains, go_back, publish_plan
 from prl.orchestrator.rollouts import Record
 from prl.orchestrator.work import Work
+from prl.runfolder.manifest import NotWanted
 from prl.runfolder.paths import RunFolder
 
 LOOK_S = 60.0  # between two looks at whether trainers were started again, which the bell tells
@@ -76,8 +77,12 @@ class Lineages:
         self._launch = Launch(resume.lineage, resume.checkpoint is not None, free_port(host))
 
     def give_up(self) -> None:
-        """Nobody wants to know any more."""
+        """Nobody wants to know any more: what is still read is left, and nothing is set aside."""
         self._given_up.set()
+
+    def _go_on(self) -> None:
+        if self._given_up.is_set():
+            raise NotWanted("the run ends")
 
     async def check(self) -> None:
         """Read the checkpoint while the processes of the run start. None of it, and nothing that depends on it, has been used
@@ -85,13 +90,16 @@ class Lineages:
         if self.certain:
             return
         before = self.work
-        start = await asyncio.to_thread(checked_start, self._run, self._config, before.start, self._given_up)
+        try:
+            start = await thread_to_its_end(checked_start, self._run, self._config, before.start, self._go_on)
+        except NotWanted:
+            return
         if self._given_up.is_set() or self.work is not before:  # trainers that were started again look for themselves
             return
         if start is not before.start:
             await before.close()
             self.work = self._make(start, None)
-            await asyncio.to_thread(publish_plan, self._run, self._plan, start)
+            await thread_to_its_end(publish_plan, self._run, self._plan, start)
         await self._record(start.reissued)
         self.certain = True
         self._bell.ring()
@@ -120,16 +128,19 @@ class Lineages:
             return
         await before.close()
         await self._settled()
-        lineage, resumes = before.lineage + 1, bool(await asyncio.to_thread(self._run.manifests))
+        lineage, resumes = before.lineage + 1, bool(await thread_to_its_end(self._run.manifests))
         if processes.trainer_starts == starts:  # else these, too, have failed by now
             self._launch = Launch(lineage, resumes, free_port(self._host))
             self._bell.ring()
-        remains = await asyncio.to_thread(find_remains, self._run, self._config, lineage)
+        try:
+            remains = await thread_to_its_end(find_remains, self._run, self._config, lineage, self._go_on)
+        except NotWanted:
+            return
         start = go_back(remains, before.dispatcher, AGAIN)
         start = replace(start, refused=[*before.start.refused, *start.refused])
         self.work = self._make(start, before)
         await self._record(start.reissued)
-        await asyncio.to_thread(publish_plan, self._run, self._plan, start)
+        await thread_to_its_end(publish_plan, self._run, self._plan, start)
         if processes.trainer_starts == starts:
             self.certain = True
             self._bell.ring()
@@ -137,28 +148,29 @@ class Lineages:
     # What processes ask
 
     def _once_certain(self, name: str) -> Handler:
-        """The call to a desk that is held until it is certain where the trainers begin."""
+        """The call to a desk that is held until it is certain where the trainers begin. Nothing could be handed out before,
+        and what actors have to tell of is sampled again, but for what lies in step files. They wait as long as trainers may
+        take to be there again: if those do not come, it is they who are to be named, and nobody else is to end of it."""
 
         async def call(member: Member, body: Mapping[str, Any]) -> Answer:
-            await self._until(lambda: self.certain, member, f"/{name}")
+            await self._until(lambda: self.certain, member, f"/{name}", self._config.control.trainers_s)
             return await self.work.handlers[name](member, body)
 
         return call
 
     async def _training(self, member: Member, body: Mapping[str, Any]) -> Answer:
         """To every trainer rank, before it meets the others."""
-        await self._until(lambda: self._launch is not None, member, "where the trainer begins")
+        await self._until(lambda: self._launch is not None, member, "where the trainer begins", self._config.control.wait_s)
         assert self._launch is not None
         return asdict(self._launch)
 
     async def _resume(self, member: Member, body: Mapping[str, Any]) -> Answer:
         """{checkpoint}: its folder; null: the model's own weights."""
-        await self._until(lambda: self.certain, member, "the checkpoint to go on from")
+        await self._until(lambda: self.certain, member, "the checkpoint to go on from", self._config.control.wait_s)
         return {"checkpoint": self.work.start.resume.checkpoint}
 
-    async def _until(self, condition: Callable[[], bool], member: Member, what: str) -> None:
+    async def _until(self, condition: Callable[[], bool], member: Member, what: str, wait_s: float) -> None:
         """Raises ValueError: an answer would be of no use to a process that has ended meanwhile."""
-        wait_s = self._config.control.wait_s
         if not condition() and not await self._bell.until(lambda: condition() or member.gone, wait_s):
             raise ValueError(f"{what}: it was not certain within {wait_s:g} s where the trainers begin")
         if member.gone:

@@ -10,6 +10,7 @@ from functools import partial
 
 from prl.config.schema import Config
 from prl.control.server import Bell, ControlServer
+from prl.control.tasks import end_tasks
 from prl.flow.ending import GOES_ON, NO_MEANS, Decision, Means, Reason, decide
 from prl.flow.stall import Queues, waited_for
 from prl.orchestrator.binding import Plan
@@ -32,6 +33,7 @@ from prl.streams.ledger import LedgerWriter
 BEATS = 3  # heartbeats that an agent has missed which is taken for gone where Slurm ends the step
 GATHER_CAUSES_S = 1.0  # one death causes others; wait this long before choosing the cause
 EXPLAINED_S = 15.0  # that it may take to find out why the batch system ends processes
+PARTS_END_S = 20.0  # that the parts of this process have to end, with all that they have begun to read or write
 STACKS_S = 2.0  # that processes have to write their stacks down
 FAILED_GRACE_S = 0.5  # children of a failed run get this long before SIGTERM
 
@@ -182,9 +184,10 @@ class Orchestrator:
         except Exception as error:
             self._causes.fault(error)
         await self._end()
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)  # an exception of theirs is a cause already
+        try:
+            await end_tasks(background, PARTS_END_S)  # an exception of theirs is a cause already
+        except TimeoutError as error:
+            self._causes.fault(error)
         return await self.close()
 
     # What is trained
@@ -274,6 +277,7 @@ class Orchestrator:
             received=work.dispatcher.received - work.steps.in_files,
             groups_per_step=self._config.run.groups_per_step,
             step_waits=work.steps.waits or work.steps.finishing,
+            replays=bool(self._config.run.replay),
         )
         role, why = waited_for(queues)
         self._processes.dump_stacks()
@@ -305,18 +309,19 @@ class Orchestrator:
             self._causes.found.append(Cause(f"nodes {late} did not end within {left_s:.0f} s", "agent", ENDED))
 
     async def close(self) -> Outcome:
-        """Close everything, whatever of it fails, and write the outcome last but surely."""
-        await self._server.close()
-        await self._samplers.close()
+        """Close everything, whatever of it fails, and write the outcome last but surely: behind it nothing of this process
+        changes the run folder."""
         try:
+            await self._server.close()
+            await self._samplers.close()
             if not self._causes and self._work.ending.reason not in GOES_ON:
                 await self._ledger_desk.record(self._work.dispatcher.close("run ended"))
             self._journal.phase("stopped")
             await self._journal.close()
+            self._ledger.close()  # else somebody may still write to it
         except Exception as error:
             self._causes.fault(error)
         finally:
-            self._ledger.close()
             outcome = conclude(self._causes.found, self._work.ending, self._work.steps.trained, self._started, self._decide)
             outcome.write(self._run.exit(self._plan.attempt))
         return outcome
@@ -340,6 +345,7 @@ class Orchestrator:
             every_s,
             stop=lambda words: self._work.finish(words, "stopped"),
             save=lambda: self._work.checkpoints.ask(),
+            saving=lambda: self._work.checkpoints.asked and not self._work.steps.finished,  # whose end saves
         )
 
     def _committed(self, committed: Committed) -> None:

@@ -14,6 +14,7 @@ from prl.cluster.preflight.transfer import Link, pairs, turns_s
 from prl.cluster.split import kind_of
 from prl.config.schema import Config
 from prl.control.server import Answer, Bell, Handler, Member
+from prl.control.tasks import thread_to_its_end
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.outcome import REPORTED, Cause
@@ -65,7 +66,7 @@ class PreflightDesk:
         for finding in findings:
             if finding.ends is None:
                 log.warning("preflight: %s", finding.words)
-        await asyncio.to_thread(self._publish, findings, storage, time.monotonic() - began)
+        await thread_to_its_end(self._publish, findings, storage, time.monotonic() - began)
         found = verdict(findings, self._excluded())
         if found is not None:
             role, host = ("agent", ",".join(found.nodes)) if found.nodes else (None, None)

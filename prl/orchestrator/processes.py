@@ -65,10 +65,8 @@ class ProcessDesk:
         self._trainers_lost = trainers_lost
         self._leaving = leaving
         rule = RestartRule(options.restarts, options.restart_pause_s, options.start_s)
-        # The checkpoint is checked, and loaded, before trainers join again.
-        self._trainers_s = options.start_s + options.wait_s
         self._trainers = Together(
-            replace(rule, start_s=self._trainers_s), [child.name for child in plan.children if child.role == "trainer"]
+            replace(rule, start_s=options.trainers_s), [child.name for child in plan.children if child.role == "trainer"]
         )
         self._restarts = Restarts(rule, [child.name for child in plan.children if child.role in RESTARTED])
         self._dumps = 0
@@ -237,7 +235,7 @@ class ProcessDesk:
         if self._trainers.late(time.monotonic()):
             to_end = self.trainers_to_end
             words = f"{', '.join(to_end)} did not end" if to_end else "the trainer was started again and did not join"
-            cause = Cause(f"{words} within {self._trainers_s:g} s", "trainer", ENDED)
+            cause = Cause(f"{words} within {self._options.trainers_s:g} s", "trainer", ENDED)
             if to_end:
                 self._causes.add(cause)
             else:

@@ -3,7 +3,6 @@ the ledger and the step files behind it."""
 
 import logging
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -22,7 +21,7 @@ from prl.flow.versions import Version, is_ancestor
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.replay import replayed_steps
 from prl.orchestrator.steps import StepEntry
-from prl.runfolder.manifest import Manifest, ManifestError, check_parts, newest_manifest, read_manifest
+from prl.runfolder.manifest import GoOn, Manifest, ManifestError, always, check_parts, newest_manifest, read_manifest
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.plan import PlanError, PlanFacts, read_plan
 from prl.runfolder.publish import publish_json
@@ -70,13 +69,15 @@ class Start:
     refused: Sequence[str] = ()
 
 
-def find_start(run: RunFolder, config: Config, *, parts: bool = True, lineage: int | None = None) -> Start:
+def find_start(
+    run: RunFolder, config: Config, *, parts: bool = True, lineage: int | None = None, go_on: GoOn = always
+) -> Start:
     """Where the newest whole checkpoint, if there is one, and what lies behind it lead a new attempt. Checkpoints that are
     damaged are passed over with a word. Without `parts` only the sizes of a checkpoint's files are looked at, and
     `checked_start` has to follow. `lineage` is the attempt's, where it has one already. Raises ResumeError where none is whole,
     or the files do not fit together."""
     settings = dispatcher_settings(config)
-    manifest, refused = _newest(run, parts=parts)
+    manifest, refused = _newest(run, parts=parts, go_on=go_on)
     _check_ledgers(run)
     earlier = read_ledger(run.ledgers)  # as columns: of all attempts it may be tens of millions of rows
     if manifest is None:
@@ -99,16 +100,17 @@ def find_start(run: RunFolder, config: Config, *, parts: bool = True, lineage: i
     if lineage is None:
         plan = _last_plan(run)
         lineage = 1 if plan is None else plan.lineage + 1
-    return go_back(_behind(run, config, manifest, refused, earlier, since, lineage), dispatcher, "attempt ended")
+    remains = _behind(run, config, manifest, refused, earlier, since, lineage, go_on)
+    return go_back(remains, dispatcher, "attempt ended")
 
 
-def find_remains(run: RunFolder, config: Config, lineage: int) -> Remains:
+def find_remains(run: RunFolder, config: Config, lineage: int, go_on: GoOn = always) -> Remains:
     """Where the newest whole checkpoint, or without any the model, and what lies behind it lead new trainers of the attempt
     that goes on. All that the ledger is to say has to be durable. Raises ResumeError."""
-    manifest, refused = _newest(run, parts=True)
+    manifest, refused = _newest(run, parts=True, go_on=go_on)
     earlier = read_ledger(run.ledgers)
     since = list(ledger_events(earlier.slice(0 if manifest is None else manifest.events)))
-    return _behind(run, config, manifest, refused, earlier, since, lineage)
+    return _behind(run, config, manifest, refused, earlier, since, lineage, go_on)
 
 
 def go_back(remains: Remains, dispatcher: Dispatcher, reason: str) -> Start:
@@ -121,7 +123,7 @@ def go_back(remains: Remains, dispatcher: Dispatcher, reason: str) -> Start:
     )
 
 
-def _newest(run: RunFolder, *, parts: bool) -> tuple[Manifest | None, list[str]]:
+def _newest(run: RunFolder, *, parts: bool, go_on: GoOn) -> tuple[Manifest | None, list[str]]:
     """One that was taken for damaged once, and that the run has gone back behind, is not taken again: what was trained since
     would be lost."""
     plan = _last_plan(run)
@@ -129,7 +131,7 @@ def _newest(run: RunFolder, *, parts: bool) -> tuple[Manifest | None, list[str]]
     def survives(manifest: Manifest) -> bool:
         return plan is None or is_ancestor(Version(manifest.lineage, manifest.step), plan.lineage, plan.forks)
 
-    manifest, refused = newest_manifest(run, parts=parts, survives=survives)
+    manifest, refused = newest_manifest(run, parts=parts, survives=survives, go_on=go_on)
     for words in refused:
         log.error("%s", words)
     if manifest is None and refused:
@@ -145,6 +147,7 @@ def _behind(
     earlier: pa.Table,
     since: Sequence[LedgerEvent],
     lineage: int,
+    go_on: GoOn,
 ) -> Remains:
     """`earlier` is the ledger, `since` what it says behind the manifest: all of it, where there is none."""
     step, left, forks = (0, 0, {}) if manifest is None else (manifest.step, manifest.lineage, dict(manifest.forks))
@@ -153,7 +156,7 @@ def _behind(
     if config.run.replay:
         waiting = replayed_steps(config, step)
     else:
-        waiting, told = _steps_behind(run, config.run.mark, step, earlier, since)
+        waiting, told = _steps_behind(run, config.run.mark, step, earlier, since, go_on)
         _check_trained_again(run, step, waiting, since, refused)
     in_files = {rollout for entry in waiting for rollout in entry.trained}
     issued = _events_of(earlier, {rollout.group for rollout in in_files}, {"issued"})
@@ -167,19 +170,17 @@ def _behind(
     )
 
 
-def checked_start(run: RunFolder, config: Config, start: Start, given_up: threading.Event) -> Start:
+def checked_start(run: RunFolder, config: Config, start: Start, go_on: GoOn) -> Start:
     """The same start, now that every byte of its checkpoint was read and is what was written; or another one of this attempt,
-    from an older checkpoint that is whole. Once `given_up` is set, the answer means nothing. Raises ResumeError."""
+    from an older checkpoint that is whole. Raises ResumeError."""
     if start.resume.checkpoint is None:
         return start
     path = run.manifest(start.resume.step)
     try:
-        check_parts(path, read_manifest(path), given_up=given_up)
+        check_parts(path, read_manifest(path), go_on=go_on)
         return start
     except ManifestError:
-        if given_up.is_set():
-            return start
-        older = find_start(run, config, lineage=start.resume.lineage)
+        older = find_start(run, config, lineage=start.resume.lineage, go_on=go_on)
         told = [words for words in start.refused if words not in older.refused]  # of step files that were set aside at once
         return replace(older, refused=[*older.refused, *told])
 
@@ -250,7 +251,7 @@ def _last_trained(since: Iterable[LedgerEvent], step: int) -> int:
 
 
 def _steps_behind(
-    run: RunFolder, name: str, step: int, earlier: pa.Table, since: Sequence[LedgerEvent]
+    run: RunFolder, name: str, step: int, earlier: pa.Table, since: Sequence[LedgerEvent], go_on: GoOn
 ) -> tuple[list[StepEntry], list[str]]:
     """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout has ended otherwise. Files that are
     damaged, or that the run of this name has not written with its model, are set aside and told (the second answer) where
@@ -264,6 +265,7 @@ def _steps_behind(
     while (step := step + 1) in found:
         useless: dict[StreamFile, StreamError] = {}
         for file in found[step]:
+            go_on()
             try:
                 data = read_own(file, run=name, step=step, newest_attempt=newest, vocabulary=vocabulary)
                 ids = data.rollout_ids()
@@ -283,6 +285,7 @@ def _steps_behind(
             )
         then = "is trained from another file" if sound else "is made anew, since nothing was trained from its file"
         for file, why in useless.items():
+            go_on()
             move_aside(run, file.path, ())
             told.append(f"step {step} {then}; set aside as of no use: {why}")
             log.warning("%s", told[-1])

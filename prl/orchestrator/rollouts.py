@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from prl.control.server import Answer, Bell, Handler, Member
+from prl.control.tasks import to_its_end
 from prl.flow.dispatcher import Dispatcher
 from prl.flow.evaluations import Evaluation
 from prl.flow.events import LedgerEvent, from_discard_rows
@@ -162,12 +163,15 @@ class LedgerDesk:
 
     async def record(self, events: Sequence[LedgerEvent]) -> None:
         if events:
-            async with self._lock:
-                try:
-                    await asyncio.to_thread(self._append, events)
-                except BaseException as error:
-                    self._broken = error
-                    raise
+            await to_its_end(self._record(events))  # they have come about, whoever is gone meanwhile
+
+    async def _record(self, events: Sequence[LedgerEvent]) -> None:
+        async with self._lock:
+            try:
+                await asyncio.to_thread(self._append, events)
+            except BaseException as error:
+                self._broken = error
+                raise
 
     async def settled(self) -> None:
         """Everything recorded before this call is durable; raises where that failed."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prl.control.tasks import thread_to_its_end
 from prl.orchestrator.replicas import Replica, ReplicaDesk
 from prl.orchestrator.sampler_calls import Refused, SamplerCalls
 from prl.orchestrator.updates import Committed
@@ -86,7 +87,7 @@ class Seeder:
 
     async def begin(self) -> None:
         """What an earlier attempt has left is nobody's."""
-        await asyncio.to_thread(remove_before, self._weights, None)
+        await thread_to_its_end(remove_before, self._weights, None)
 
     async def run(self) -> None:
         """Seed whoever is to be seeded, until cancelled."""
@@ -98,12 +99,12 @@ class Seeder:
         """Nobody reads versions from files any more."""
         if self._cleaning is not None:
             await self._cleaning
-        await asyncio.to_thread(remove_before, self._weights, None)
+        await thread_to_its_end(remove_before, self._weights, None)
 
     def committed(self, committed: Committed) -> None:
         """Samplers serve this version: earlier ones are of no use in files."""
         if self._cleaning is None or self._cleaning.done():  # else the next one sees to it
-            work = asyncio.to_thread(remove_before, self._weights, committed.version)
+            work = thread_to_its_end(remove_before, self._weights, committed.version)
             self._cleaning = asyncio.create_task(work, name="remove old versions")
 
     # What samplers say
@@ -161,7 +162,7 @@ class Seeder:
         """Have the version in files; in words, who put it there."""
         current = seed.current
         try:
-            stored = await asyncio.to_thread(read_version, self._weights, current.version)
+            stored = await thread_to_its_end(read_version, self._weights, current.version)
             if str(stored.digest) == current.digest:
                 return "the files that are there"
         except StoredError as error:
@@ -175,7 +176,7 @@ class Seeder:
 
     async def _store(self, seed: Seed, giver: Replica) -> None:
         current = seed.current
-        folder = await asyncio.to_thread(new_folder, self._weights, current.version)
+        folder = await thread_to_its_end(new_folder, self._weights, current.version)
         version = {"lineage": current.version.lineage, "step": current.version.step}
         order = {**version, "seed": seed.number, "folder": str(folder), "tensors": current.tensors}
         answer = await self._calls.ask(giver, "store", order, self._options.update_s)
@@ -193,7 +194,7 @@ class Seeder:
             self._desk.mismatched(giver, words)
             raise GivenUp(words)
         stored = StoredVersion(current.version, int(current.digest), files)
-        await asyncio.to_thread(publish_version, folder, stored)
+        await thread_to_its_end(publish_version, folder, stored)
 
     async def _read(self, seed: Seed) -> None:
         """Have the newcomers read it; those that cannot are left to the trainer."""
@@ -211,7 +212,7 @@ class Seeder:
             if replica.index in seed.errors:
                 self._desk.not_seeded(replica, f"{replica.name} could not be seeded: {seed.errors[replica.index]}")
         if seed.errors:
-            await asyncio.to_thread(give_up, folder_of(self._weights, current.version))  # whatever is wrong with it
+            await thread_to_its_end(give_up, folder_of(self._weights, current.version))  # whatever is wrong with it
 
     async def _admit(self, seed: Seed, giver: str, began: float) -> None:
         current = seed.current

@@ -122,9 +122,8 @@ class _Loop:
             if self._broken is not None:
                 await self._rebuild(self._broken)
             body = {"after": self._cursor, "trained_step": self._trained_step}
-            answer = await self._client.call(
-                "next_rollouts", body, deadline_s=_LONG_POLL_S + self._wait_s, reason="waiting for rollouts"
-            )
+            deadline_s = _LONG_POLL_S + self._child.config.control.trainers_s
+            answer = await self._client.call("next_rollouts", body, deadline_s=deadline_s, reason="waiting for rollouts")
             heard_s = time.monotonic()
             if answer["stop"]:
                 return

@@ -87,15 +87,15 @@ def _why_nothing(groups: Iterable[Prepared]) -> str:
 
 async def replay(child: Child, client: ControlClient, data_parallel_size: int) -> None:
     """Write one step file after another, at most one ahead of the trainer. None of their rollouts has an end in this run."""
-    wait_s = child.config.control.wait_s
+    wait_s, heard_s = child.config.control.wait_s, _LONG_POLL_S + child.config.control.trainers_s
     client.progress(f"looking through the rollouts of {child.config.run.replay}")
     vocabulary = read_model_config(child.run.model).vocabulary
     original = await asyncio.to_thread(Original, RunFolder(child.config.run.replay), vocabulary)
     sequence = next_sequence(child.run.steps)
-    trained_step: int | None = None
+    trained_step = -1  # not known yet: the first answer comes at once
     while not client.stopping.is_set():
         body = {"after": 0, "trained_step": trained_step}
-        answer = await client.call("next_rollouts", body, deadline_s=_LONG_POLL_S + wait_s, reason="waiting for the trainer")
+        answer = await client.call("next_rollouts", body, deadline_s=heard_s, reason="waiting for the trainer")
         trained_step, step = int(answer["trained_step"]), int(answer["next_step"])
         if answer["stop"] or step > child.config.run.steps:
             await client.stopping.wait()

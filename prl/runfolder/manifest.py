@@ -1,7 +1,6 @@
 """Manifests of checkpoints: what makes a checkpoint count, and says of every file of it, and of itself, what it must be."""
 
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,6 +19,17 @@ PIECE_BYTES = 1 << 22
 
 class ManifestError(Exception):
     """A checkpoint cannot be gone on from; the message names the file and says what is wrong with it."""
+
+
+class NotWanted(Exception):
+    """Nobody wants to know any more what is looked for."""
+
+
+GoOn = Callable[[], None]  # called again and again by what takes long; raises NotWanted once it need not go on
+
+
+def always() -> None:
+    """The answer is wanted, whatever happens."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +58,12 @@ class Manifest:
         return int(self.dispatcher["events"])
 
 
-def part_of(folder: Path, path: Path) -> Part:
+def part_of(folder: Path, path: Path, go_on: GoOn = always) -> Part:
     """Read a file of a checkpoint once. Raises OSError."""
     digest, size = xxhash.xxh3_64(), 0
     with open_plain(path) as file:
         while piece := file.read(PIECE_BYTES):
+            go_on()
             digest.update(piece)
             size += len(piece)
     return Part(path.relative_to(folder).as_posix(), size, digest.hexdigest())
@@ -87,20 +98,18 @@ def read_manifest(path: Path) -> Manifest:
         raise ManifestError(f"{path}: is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
 
 
-def check_parts(path: Path, manifest: Manifest, *, content: bool = True, given_up: threading.Event | None = None) -> None:
+def check_parts(path: Path, manifest: Manifest, *, content: bool = True, go_on: GoOn = always) -> None:
     """Read all files of a checkpoint, or but look at their sizes. Raises ManifestError naming the first one that is not what
-    the manifest says; once nobody wants to know any more (`given_up`), no further file is begun, and the answer means nothing.
-    """
+    the manifest says."""
 
     def wrong(part: Part) -> str:
-        if given_up is not None and given_up.is_set():
-            return ""
+        go_on()
         file = path.parent / part.path
         try:
             size = file.stat().st_size
             if size != part.bytes:
                 return f"{file}: has {size} bytes, of {part.bytes} that were written"
-            same = not content or part_of(path.parent, file) == part
+            same = not content or part_of(path.parent, file, go_on) == part
         except OSError as error:
             return f"{file}: {error.strerror}"
         return "" if same else f"{file}: its content is not what was written (checksum)"
@@ -114,7 +123,7 @@ def check_parts(path: Path, manifest: Manifest, *, content: bool = True, given_u
 
 
 def newest_manifest(
-    run: RunFolder, *, parts: bool = False, survives: Callable[[Manifest], bool] = lambda _: True
+    run: RunFolder, *, parts: bool = False, survives: Callable[[Manifest], bool] = lambda _: True, go_on: GoOn = always
 ) -> tuple[Manifest | None, list[str]]:
     """The newest checkpoint that is whole, as far as its manifest and the sizes of its files say (with `parts`: and all that is
     in them), and why each newer one was refused. One that does not survive, since the run has gone back behind it, is none."""
@@ -124,7 +133,7 @@ def newest_manifest(
             manifest = read_manifest(path)
             if not survives(manifest):
                 continue
-            check_parts(path, manifest, content=parts)
+            check_parts(path, manifest, content=parts, go_on=go_on)
             return manifest, refused
         except ManifestError as error:
             refused.append(f"checkpoint {path.parent.name} is damaged and was passed over: {error}")

@@ -13,6 +13,8 @@ QUIET = Queues(serving=2, updating=False, held={}, received=0, groups_per_step=4
     ("changes", "role", "words"),
     [
         ({"step_waits": True, "received": 9, "held": {0: 1}, "serving": 0}, "trainer", "step file"),
+        ({"step_waits": True, "replays": True, "serving": 0}, "trainer", "step file"),
+        ({"replays": True, "serving": 0}, "preprocess", "rollouts of another run"),
         ({"received": 4, "held": {0: 1}, "serving": 0}, "preprocess", "4 groups to build a step of 4"),
         ({"received": 3, "held": {0: 1}, "serving": 0}, "sampler", "none of which serves"),
         ({"received": 3, "held": {12: 1, 3: 2}, "updating": True}, "actor", "actor 3: 2, actor 12: 1"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -43,9 +44,8 @@ class Desk:
         self.journal = Journal(self.run, 1, config.metrics)
         self.step = 0
         self.settled = 0
-        self.checkpoints = Checkpoints(
-            self.run, config, 1, start, self.journal, now=self.moment, settled=self.note_settled
-        )  # fmt: skip
+        self.make = partial(Checkpoints, self.run, config, 1, start, self.journal, now=self.moment, settled=self.note_settled)
+        self.checkpoints = self.make()
 
     def moment(self):
         state = {"events": 10 * self.step, "groups": {}, "next_group": self.step}
@@ -128,6 +128,27 @@ def test_a_manifest_that_cannot_be_written_is_an_alarm_but_at_the_end(tmp_path):
     assert "manifest.json" in event.labels["error"]
     with pytest.raises(OSError, match=r"manifest\.json"):
         desk.written(1, last=True)
+
+
+@pytest.mark.parametrize("how", ["counts", "fails", "is lost"])
+def test_a_save_that_was_asked_for_is_on_its_way_until_it_counts_or_fails_also_by_later_trainers(tmp_path, how):
+    desk = Desk(tmp_path, checkpoint_every_steps=2)
+    assert not desk.checkpoints.asked
+    desk.checkpoints.ask()
+    assert desk.train()
+    assert desk.train()  # it is due by itself, after the one that was asked for
+    assert desk.checkpoints.asked
+    if how == "counts":
+        desk.written(1)
+    elif how == "fails":
+        desk.failed(1, "disk: no space is left")
+    desk.checkpoints = desk.make(before=desk.checkpoints)
+    lost = how == "is lost"
+    assert desk.checkpoints.asked == lost
+    assert desk.train() == lost
+    if lost:
+        desk.written(3)
+        assert not desk.checkpoints.asked
 
 
 def test_old_ones_go_once_a_new_one_counts(tmp_path):

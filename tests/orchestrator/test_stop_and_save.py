@@ -10,10 +10,11 @@ from prl.runfolder.paths import RunFolder
 
 class Heard:
     def __init__(self):
-        self.stops, self.saves = [], 0
+        self.stops, self.saves, self.saving = [], 0, False
 
     def save(self):
         self.saves += 1
+        self.saving = True
 
 
 def watched(folder, scenario):
@@ -22,7 +23,8 @@ def watched(folder, scenario):
     run.create()
 
     async def main():
-        watching = asyncio.create_task(watch_requests(run, 0.01, stop=heard.stops.append, save=heard.save))
+        asked = {"stop": heard.stops.append, "save": heard.save, "saving": lambda: heard.saving}
+        watching = asyncio.create_task(watch_requests(run, 0.01, **asked))
         await scenario(run, heard)
         assert not watching.done()
         watching.cancel()
@@ -37,10 +39,14 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
-def test_each_save_is_heard_once_and_taken_away(tmp_path):
+def test_each_save_is_heard_once_and_taken_away_when_it_is_done(tmp_path):
     async def scenario(run, heard):
         for count in (1, 2):
             run.save.touch()
+            await until(lambda: heard.saving)
+            await asyncio.sleep(0.1)
+            assert run.save.exists()
+            heard.saving = False
             await until(lambda: not run.save.exists())
             await asyncio.sleep(0.1)
             assert heard.saves == count
@@ -49,10 +55,22 @@ def test_each_save_is_heard_once_and_taken_away(tmp_path):
     watched(tmp_path / "run", scenario)
 
 
+@pytest.mark.parametrize("done", [False, True])
+def test_a_save_that_is_not_done_when_the_attempt_ends_is_there_for_the_next_one(tmp_path, done):
+    async def scenario(run, heard):
+        run.save.touch()
+        await until(lambda: heard.saving)
+        heard.saving = not done
+
+    watched(tmp_path / "run", scenario)
+    assert RunFolder(tmp_path / "run").save.exists() == (not done)
+
+
 def test_a_save_that_cannot_be_taken_away_counts_once(tmp_path):
     async def scenario(run, heard):
         run.save.mkdir()  # no file: unlink refuses
         await until(lambda: heard.saves == 1)
+        heard.saving = False
         await asyncio.sleep(0.2)
         assert heard.saves == 1
         run.save.rmdir()

@@ -254,6 +254,42 @@ def test_a_rank_that_falls_silent_has_all_of_them_end(tmp_path):
     run(tmp_path / "run", scenario, lost_after_s=1.0)
 
 
+def test_an_actor_waits_for_as_long_as_trainers_may_take_to_begin_again(tmp_path):
+    """It waits longer than anyone waits for work otherwise, and no trainer begins before all have ended."""
+
+    async def scenario(rig):
+        async with training(rig) as t:
+            await t.sample(4)
+            await t.make(1, (0, 0), (1, 0))
+            assert await rig.dies("trainer 1") is not None
+            held = rig.ask("actor 0", "lease", {"groups": 9})
+            await asyncio.sleep(1.5)
+            for name in ("trainer 0", "preprocess 0", "preprocess 1"):
+                assert await rig.dies(name) is not None
+            await t.begin(1)
+            t.serve(Version(1, 0))
+            assert [(one["group"], one["issue"]) for one in (await held)["leases"]] == [(2, 1), (3, 1)]
+
+    run(tmp_path / "run", scenario, steps=6, wait_s=1.0)
+
+
+def test_a_save_that_was_asked_for_and_is_lost_with_the_trainers_is_asked_of_the_next_ones(tmp_path):
+    async def scenario(rig):
+        async with training(rig) as t:
+            await t.sample(4)
+            for step, groups in ((1, [(0, 0), (1, 0)]), (2, [(2, 0), (3, 0)])):
+                await t.make(step, *groups)
+            t.work.checkpoints.ask()
+            assert (await t.train(1))["save"]
+            await t.all_die()
+            await t.begin(1)
+            assert (await t.train(1))["save"]
+            assert not (await t.train(2))["save"]
+            assert t.work.checkpoints.asked  # that of step 1 is on its way
+
+    run(tmp_path / "run", scenario, steps=6)
+
+
 def test_a_run_that_was_to_stop_does_so_once_the_steps_of_before_are_trained_again(tmp_path):
     async def scenario(rig):
         async with training(rig) as t:

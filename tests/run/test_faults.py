@@ -12,7 +12,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 from struck_runs import SHORT, children_of, wait_for_checkpoint, wait_for_steps
-from whole_runs import SUBMIT, Ended, submit
+from whole_runs import SUBMIT, Ended, submit, wait_until
 
 from prl.metrics.events import Event
 from prl.report.audit import audit, render
@@ -277,7 +277,7 @@ def test_a_run_saves_when_it_is_asked_to_and_when_it_is_warned_and_goes_on_from_
     assert not folder.manifests()
     folder.save.touch()
     saved = wait_for_checkpoint(process, folder)
-    assert not folder.save.exists()
+    wait_until(lambda: not folder.save.exists(), 60, "SAVE to be taken away")
     wait_for_steps(process, folder, saved + 2)
     children = children_of(process.pid, folder)
     psutil.Process(children["actor 0"].ppid()).send_signal(signal.SIGUSR1)  # rank 0
