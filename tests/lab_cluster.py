@@ -31,6 +31,35 @@ def to_node(verb: str, node: str) -> None:
     subprocess.run(["bash", str(SCRIPT), verb, node], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
+def link(node: str) -> str:
+    """The interface of this machine that leads to the node: what it sends the node receives."""
+    return f"v{os.environ.get('LAB_ID', '1')}-{node}"
+
+
+def slow_down(node: str, rate: str) -> None:
+    """What the node receives comes at this rate from now on (in tc's words, e.g. 2mbit), whatever it was."""
+    shape = ["tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
+    subprocess.run(["tc", "qdisc", "replace", "dev", link(node), "root", *shape], check=True, timeout=30)
+
+
+@contextmanager
+def slow(nodes: Iterable[str], rate: str) -> Iterator[None]:
+    """Behind the block they are as fast as before."""
+    nodes = list(nodes)
+    try:
+        for node in nodes:
+            slow_down(node, rate)
+        yield
+    finally:
+        for node in nodes:
+            subprocess.run(["tc", "qdisc", "del", "dev", link(node), "root"], check=True, timeout=30)
+
+
+def received_bytes(node: str) -> int:
+    """By the node, since it is there."""
+    return int(Path(f"/sys/class/net/{link(node)}/statistics/tx_bytes").read_text())
+
+
 def processes(node: str) -> list[psutil.Process]:
     """Of a node, without Slurm's own, of which a step's waits for the controller where the network is cut."""
     return [process for process in _all_processes(node) if _name(process) not in (None, "slurmd", "slurmstepd")]

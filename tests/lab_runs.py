@@ -64,11 +64,11 @@ class LabRun:
 
 
 @contextmanager
-def submitted(folder: Path, nodes: list[str], *overrides: str) -> Iterator[LabRun]:
-    """Submit one with a node that trains and one that samples; afterwards the cluster is as it was."""
+def submitted(folder: Path, nodes: list[str], *overrides: str, sampling: int = 1) -> Iterator[LabRun]:
+    """Submit one with a node that trains and so many that sample; afterwards the cluster is as it was."""
     run = RunFolder(folder)
     # A short path, for sockets lie there.
     with tempfile.TemporaryDirectory(prefix="prl", ignore_cleanup_errors=True) as temporary, lab_cluster.mended(nodes):
         given = [f"run.folder={run}", f"cluster.environment.TMPDIR={temporary}", *overrides]
-        assert submit.main([str(CONFIG), "--nodes", "2", "--set", *given]) == 0
+        assert submit.main([str(CONFIG), "--nodes", str(1 + sampling), "--set", *given]) == 0
         yield LabRun(run, json.loads(run.submission(1).read_text())["job_id"], nodes, Path(temporary))

@@ -7,6 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import lab_cluster
 import pytest
 from whole_runs import ROOT, command, submit
 
@@ -91,13 +92,8 @@ def test_nodes_with_a_full_disk_and_without_the_run_folder_are_named_to_be_left_
 def test_a_node_behind_a_slow_link_is_told_from_its_neighbours(tmp_path):
     folder = RunFolder(tmp_path / "run")
     job = held(folder)
-    link = ["dev", f"v{os.environ.get('LAB_ID', '1')}-n3", "root"]
-    shape = ["tbf", "rate", "16mbit", "burst", "32kb", "latency", "400ms"]
-    subprocess.run(["tc", "qdisc", "add", *link, *shape], check=True, timeout=30)
-    try:
+    with lab_cluster.slow(["n3"], "16mbit"):
         said = released(folder, job)
-    finally:
-        subprocess.run(["tc", "qdisc", "del", *link], check=True, timeout=30)
     assert (said["host"], said["reason"]) == ("n3", "bad node"), said["cause"]
     assert "between n3 and n1" in said["cause"]
     assert said["cause"].endswith(

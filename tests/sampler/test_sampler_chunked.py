@@ -3,11 +3,12 @@ prefix cache over them."""
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from lab import WEIGHTS, Lab, sampler, tiny_model, weights_of
+from lab import OPTIONS, WEIGHTS, Lab, sampler, tiny_model, weights_of
 from lane_trainer import lane_trainer
 from test_sampler import LONG, PROMPT, greedy, greedy_answer
 from transformers import Qwen2ForCausalLM
@@ -20,11 +21,17 @@ def models() -> list[Qwen2ForCausalLM]:
     return [tiny_model(seed) for seed in range(3)]
 
 
-@pytest.fixture(scope="module")
-def chunked(tmp_path_factory) -> Iterator[Lab]:
-    options = replace(WEIGHTS, staging="chunked", prefix_cache="keep")
-    with sampler(tmp_path_factory.mktemp("chunked"), weights=options) as lab:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one worker", "two workers"])
+def chunked(tmp_path_factory, request) -> Iterator[Lab]:
+    options = replace(OPTIONS, tensor_parallel=request.param)
+    weights = replace(WEIGHTS, staging="chunked", prefix_cache="keep")
+    with sampler(tmp_path_factory.mktemp("chunked"), options, weights=weights) as lab:
         yield lab
+
+
+def staged(lab: Lab) -> list[Mapping[str, Any]]:
+    """What the workers say of the version that was on its way to them."""
+    return [lab.staged.get(timeout=60) for _ in range(lab.joined["workers"])]
 
 
 def answers(lab: Lab, model: Qwen2ForCausalLM) -> bool:
@@ -44,7 +51,8 @@ def test_it_stands_still_from_the_order_to_the_commit_and_then_goes_on(chunked, 
     assert not late.done()
     sent = time.perf_counter()
     report = chunked.trainer.send(weights_of(models[1]))
-    assert chunked.staged.get(timeout=30)["digest"] == str(report.digest) == str(digest(weights_of(models[1])))
+    assert report.digest == digest(weights_of(models[1]))
+    assert {one["digest"] for one in staged(chunked)} == {str(report.digest)}
     reply = chunked.commit(report.digest)
     assert reply.status == 200
     assert reply.body["digest"] == str(report.digest)  # of the live parameters
@@ -63,7 +71,7 @@ def test_a_transfer_that_broke_off_is_made_good_by_the_next_version(chunked, mod
     chunked.update(weights_of(models[0]))
     assert chunked.offer(weights_of(models[1])).status == 200
     chunked.trainer.close()
-    assert "error" in chunked.staged.get(timeout=60)
+    assert all("error" in one for one in staged(chunked))
     waiting = chunked.ask(PROMPT, max_tokens=40, ignore_eos=True)
     refused = chunked.commit(digest(weights_of(models[1])))
     assert refused.status == 409
@@ -85,13 +93,13 @@ def test_what_is_in_flight_is_handed_back_where_it_is_fenced_meanwhile(chunked, 
     assert chunked.offer(weights_of(models[1])).status == 200
     waiting = chunked.ask(PROMPT, max_tokens=3)
     time.sleep(0.2)
-    assert not asked.done()
+    assert not asked.done(), asked.result().body
     assert chunked.request("POST", "/prl/weights/fence", {"reason": "no version came"}).status == 200
     (answer,) = asked.result(30).body["answers"]
     assert (answer["finish_reason"], len(answer["token_ids"]) < LONG) == ("abort", True)
     assert (waiting.result(30).status, waiting.result().body) == (503, {"error": "no version came"})
     report = chunked.trainer.send(weights_of(models[1]))
-    assert chunked.staged.get(timeout=30)["digest"] == str(report.digest)
+    assert {one["digest"] for one in staged(chunked)} == {str(report.digest)}
     assert chunked.commit(report.digest).status == 200
     assert answers(chunked, models[1])
 

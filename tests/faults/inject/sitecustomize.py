@@ -2,6 +2,7 @@
 processes of a whole run: by their environment, without any option of the product.
 
 PRL_FAULTS_SAMPLER  "replay": a recorded sampler takes the place of prl.sampler; "record": the real one makes the recording
+PRL_FAULTS_WORKER   what the workers of samplers are extended with in the place of prl's own: module.Class
 PRL_FAULTS          JSON, see `faulty_process`: which process meets which fault
 """
 
@@ -20,6 +21,18 @@ if "PRL_FAULTS_SAMPLER" in os.environ and module == "prl.sampler":
         importlib.import_module(name).main()
 
     runpy._run_module_as_main = run_instead
+
+if "PRL_FAULTS_WORKER" in os.environ and module == "prl.sampler":
+    from prl.sampler import server
+
+    arguments = server.server_arguments
+
+    def with_faults(*given):
+        words = arguments(*given)
+        words[words.index("--worker-extension-cls") + 1] = os.environ["PRL_FAULTS_WORKER"]
+        return words
+
+    server.server_arguments = with_faults
 
 if "PRL_FAULTS_SAMPLER" in os.environ and module == "prl.trainer":
 
