@@ -44,18 +44,18 @@ def ended_runs(job_id: str, runner: Runner = run) -> list[list[JobRow]]:
 
 
 def write_silent_end(
-    run: RunFolder, attempt: int, then: Decision, ask: Callable[[str], list[list[JobRow]]] = ended_runs
+    folder: RunFolder, attempt: int, then: Decision, ask: Callable[[str], list[list[JobRow]]] = ended_runs
 ) -> None:
     """Write the exit.json that the attempt did not write. `then`: what follows it."""
-    job_id = read_record(run, attempt).job_id
-    turn = sum(read_record(run, number).job_id == job_id for number in run.attempts() if number < attempt)
+    job_id = read_record(folder, attempt).job_id
+    turn = sum(read_record(folder, number).job_id == job_id for number in folder.attempts() if number < attempt)
     try:
         turns, unknown = ask(job_id), ""
     except ProgramError as error:  # in a container there may be none of Slurm's programs
         turns, unknown = [], f" ({error})"
     reason, words = silent_end(turns[turn] if turn < len(turns) else [])
     outcome = CANCELLED if reason == "cancelled" else FAILED
-    path = run.metrics / "orchestrator-0.jsonl"
+    path = folder.metrics / "orchestrator-0.jsonl"
     steps = [event.step or 0 for event in read_events(path)[0] if event.kind == names.STEP and event.attempt <= attempt]
     Outcome(
         outcome,
@@ -65,4 +65,4 @@ def write_silent_end(
         then.words,
         code=EXIT_CODES[outcome],
         steps=max(steps, default=0),
-    ).write(run.exit(attempt))
+    ).write(folder.exit(attempt))
