@@ -77,6 +77,7 @@ def render(config: Config, split: Split, run: RunFolder, attempt: int, *, after:
             _flag(name, value) for name, value in _step_options(config, run).items() if value is not False
         ),
         "begin": shlex.join([*_python(config, run), "-m", "prl.cluster.begin"]),
+        "clean_up": shlex.join([*_python(config, run), "-m", "prl.orchestrator.clean_up"]),
         "command": task_command(config, run, attempt),
     }
     if split.kind == "het":

@@ -1,4 +1,4 @@
-"""A node's child processes: started in process groups of their own, ended by group, never by name."""
+"""A node's child processes: started in process groups of their own, ended by group, never by name or by a number alone."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prl.orchestrator.leftovers import remove, segments_of
+from prl.orchestrator.process_groups import Group, group_of, signal_group
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class ChildPlan:
 class RunningChild:
     plan: ChildPlan
     process: asyncio.subprocess.Process
+    group: Group
     log: Path
     start: int  # how often it was started before
     started: float  # seconds since the epoch
@@ -54,7 +56,7 @@ async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Pat
             start_new_session=True,
             preexec_fn=_ignore_warnings,
         )
-    return RunningChild(plan, process, log, start, started)
+    return RunningChild(plan, process, group_of(process.pid, log), log, start, started)
 
 
 def _ignore_warnings() -> None:
@@ -67,13 +69,13 @@ def _ignore_warnings() -> None:
 def kill_child(child: RunningChild) -> None:
     """SIGKILL to its process group."""
     note_segments([child])
-    _signal_group(child, signal.SIGKILL)
+    signal_group(child.group, signal.SIGKILL)
 
 
 def note_segments(children: Iterable[RunningChild]) -> None:
     """See what shared memory each child has, for the time when it has ended."""
     for child in children:
-        child.segments.update(segments_of([child.process.pid], child.started))
+        child.segments.update(segments_of(child.group, child.started))
 
 
 def dump_stacks(child: RunningChild) -> None:
@@ -87,7 +89,7 @@ async def end_child(child: RunningChild, grace_s: float) -> None:
     """SIGTERM to its process group, SIGKILL after the grace; at once to a trainer rank, which ignores SIGTERM."""
     note_segments([child])
     if child.plan.role != "trainer":
-        _signal_group(child, signal.SIGTERM)
+        signal_group(child.group, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(child.process.wait(), grace_s)
     kill_child(child)  # also what the child left behind in its group
@@ -100,13 +102,6 @@ def end_rest(child: RunningChild) -> None:
     memory."""
     kill_child(child)
     remove(child.segments)
-
-
-def _signal_group(child: RunningChild, number: signal.Signals) -> None:
-    try:
-        os.killpg(child.process.pid, number)
-    except ProcessLookupError:
-        return  # the whole group has ended
 
 
 def how_it_ended(child: RunningChild) -> str:

@@ -3,10 +3,10 @@ what it has there (vLLM's rings between a sampler's workers: hundreds of MiB; NC
 somebody does."""
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
+from prl.orchestrator.process_groups import Group, is_there, members
 
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 (names are read there, none is made)
 
@@ -16,18 +16,13 @@ def names() -> frozenset[str]:
     return frozenset(os.listdir(SHARED_MEMORY)) if os.path.isdir(SHARED_MEMORY) else frozenset()
 
 
-def record(folder: Path, groups: Iterable[int], segments: Iterable[Path]) -> None:
-    """Write down among an agent's temporary files which process groups and which shared memory its children have: where the
-    agent itself is killed, the batch script ends and removes them (slurm/het.sbatch)."""
-    (folder / "groups").write_text("".join(f"-{group}\n" for group in groups))
-    (folder / "shared_memory").write_text("".join(f"{segment}\n" for segment in segments))
-
-
-def segments_of(groups: Collection[int], since: float) -> set[Path]:
-    """The shared memory that the living processes of these process groups have mapped and may have made: this user's files of
+def segments_of(group: Group, since: float) -> set[Path]:
+    """The shared memory that the living processes of a process group have mapped and may have made: this user's files of
     /dev/shm itself that were made after `since` (seconds since the epoch). What lay there before, or lies in a folder of it (a
     model, a whole run folder), is no leftover."""
-    mapped = {path for pid in psutil.pids() if _group(pid) in groups for path in _mapped(pid)}
+    if not is_there(group):
+        return set()
+    mapped = {path for pid in members(group) for path in _mapped(pid)}
     return {path for path in mapped if path.parent == Path(SHARED_MEMORY) and _is_own(path, since)}
 
 
@@ -43,13 +38,6 @@ def _is_own(path: Path, since: float) -> bool:
     except FileNotFoundError:
         return False
     return found.st_uid == os.getuid() and found.st_ctime >= since
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
 
 
 def _mapped(pid: int) -> set[Path]:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from prl.cluster.preflight.node import pass_preflight
-from prl.control.child import report_failure
+from prl.control.child import report_failure, say
 from prl.control.client import ControlClient
 from prl.control.options import ControlOptions
 from prl.control.ports import free_port
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
 from prl.metrics.usage import own_usage, usage_of
-from prl.orchestrator import leftovers
+from prl.orchestrator import clean_up, leftovers
 from prl.orchestrator.children import (
     ChildPlan,
     RunningChild,
@@ -64,6 +64,9 @@ async def run_agent(
         with contextlib.ExitStack() as after:
             try:
                 temporary = after.enter_context(_temporary_files(node))
+                _record(Path(temporary), children)
+                for folder in await asyncio.to_thread(clean_up.clean_dead):
+                    say(f"prl: removed {folder} and what belonged to it, which a node agent has left that was killed")
 
                 async def start(plan: ChildPlan, number: int) -> RunningChild:
                     environment = _environment(run, attempt, plan, number, address, control_url) | {"TMPDIR": temporary}
@@ -103,15 +106,15 @@ async def _plans(
 
 def _temporary_files(node: int) -> AbstractContextManager[str]:
     """A folder for the children's temporary files and sockets: not all remove their own, and none that is killed. Its name is
-    short, for a socket's path may have 107 bytes; by it the batch script finds it where this process is killed. What a dying
-    process adds while it is removed does not fail the run's end."""
+    short, for a socket's path may have 107 bytes; by it prl.orchestrator.clean_up finds it where this process is killed. What a
+    dying process adds while it is removed does not fail the run's end."""
     job = os.environ.get("SLURM_JOB_ID", "local")
-    return tempfile.TemporaryDirectory(prefix=f"prl-{job}-{node}-", ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(prefix=f"{clean_up.prefix(job)}{node}-", ignore_cleanup_errors=True)
 
 
 def _record(temporary: Path, children: Mapping[str, RunningChild]) -> None:
-    groups = [child.process.pid for child in children.values()]
-    leftovers.record(temporary, groups, [segment for child in children.values() for segment in child.segments])
+    groups = [child.group for child in children.values()]
+    clean_up.record(temporary, groups, [segment for child in children.values() for segment in child.segments], ())
 
 
 def _environment(run: RunFolder, attempt: int, plan: ChildPlan, start: int, address: str, control_url: str) -> dict[str, str]:

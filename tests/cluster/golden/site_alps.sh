@@ -70,16 +70,10 @@ export PRL_NODES_0 PRL_NODES_1 MASTER_ADDR
 # Component 0's own limits must not become the other component's.
 unset SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
 
-# A node agent that was killed could not end what its children have started, nor remove temporary files and shared memory. Each
-# task sees to its own: where TMPDIR is a folder that nodes share, those of the others lie beside them.
+# A node agent that was killed could not end what its children have started, nor remove temporary files and shared memory.
 clean_up() {
-  [ $? = 0 ] || timeout 60 srun --het-group=0-1 --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none --network=disable_rdzv_get bash -c '
-    for folder in "${TMPDIR:-/tmp}/prl-$SLURM_JOB_ID-$SLURM_PROCID-"*; do
-      [ -d "$folder" ] || continue
-      xargs -r kill -KILL -- <"$folder/groups" 2>/dev/null
-      xargs -rd "\n" rm -f <"$folder/shared_memory"
-      rm -rf "$folder"
-    done' || echo "batch script: some node was not cleaned up" >&2
+  [ $? = 0 ] || timeout 60 srun --het-group=0-1 --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none --network=disable_rdzv_get \
+    /venv/bin/python -m prl.orchestrator.clean_up || echo "batch script: some node was not cleaned up" >&2
 }
 trap clean_up EXIT
 
