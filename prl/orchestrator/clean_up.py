@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import stat
 import tempfile
 import time
@@ -32,6 +33,7 @@ LOOK_S = 0.05
 class Remains:
     """What a folder of temporary files says of the agent that made it."""
 
+    host: str
     boot: str  # which start of the system it belongs to
     namespace: str  # of its process ids, which mean nothing in another one
     pid: int
@@ -41,15 +43,16 @@ class Remains:
     folders: tuple[Path, ...]  # beside this one
 
 
-def prefix(job: str) -> str:
-    """With which the names of the folders begin that the agents of a Slurm job (or `local`) make on their nodes."""
-    return f"prl-{job}-"
+def prefix(job: str, task: int | str) -> str:
+    """With which the name of the folder begins that a task's agent of a Slurm job (or `local`) makes on its node. By the task,
+    each finds its own also where nodes share the folder of temporary files."""
+    return f"prl-{job}-{task}-"
 
 
 def record(folder: Path, groups: Iterable[Group], segments: Iterable[Path], folders: Iterable[Path]) -> None:
     """Write down in an agent's folder of temporary files what of it is here."""
     pid, boot, namespace = os.getpid(), _boot(), _namespace()
-    remains = Remains(boot, namespace, pid, started_ticks(pid), tuple(groups), tuple(segments), tuple(folders))
+    remains = Remains(socket.gethostname(), boot, namespace, pid, started_ticks(pid), tuple(groups), tuple(segments), tuple(folders))
     new = folder / f".{RECORD}"  # nobody else writes it
     new.write_text(json.dumps(asdict(remains), default=str))
     new.rename(folder / RECORD)
@@ -78,9 +81,10 @@ def clean_dead() -> list[Path]:
 
 
 def _is_dead(folder: Path) -> bool:
-    """Whether that is certain: not of a folder that is just being made, nor of process ids in another container."""
+    """Whether that is certain: not of a folder that is just being made, nor on another node where nodes share the folder of
+    temporary files, nor of process ids in another container."""
     remains = _read(folder)
-    if remains is None:
+    if remains is None or remains.host != socket.gethostname():
         return False
     if remains.boot != _boot():
         return True
@@ -118,7 +122,7 @@ def _namespace() -> str:
 
 
 def main() -> None:
-    for folder in _own(prefix(os.environ["SLURM_JOB_ID"])):
+    for folder in _own(prefix(os.environ["SLURM_JOB_ID"], os.environ["SLURM_PROCID"])):
         clean(folder)
 
 

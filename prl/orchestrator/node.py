@@ -109,7 +109,7 @@ def _temporary_files(node: int) -> AbstractContextManager[str]:
     short, for a socket's path may have 107 bytes; by it prl.orchestrator.clean_up finds it where this process is killed. What a
     dying process adds while it is removed does not fail the run's end."""
     job = os.environ.get("SLURM_JOB_ID", "local")
-    return tempfile.TemporaryDirectory(prefix=f"{clean_up.prefix(job)}{node}-", ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(prefix=clean_up.prefix(job, node), ignore_cleanup_errors=True)
 
 
 def _record(temporary: Path, children: Mapping[str, RunningChild]) -> None:

@@ -124,12 +124,13 @@ def test_what_a_killed_agent_left_is_removed_at_the_start_of_the_next_one(agent,
     assert (tmp_path / "prl-made-by-another-program").exists()
 
 
-def test_process_ids_of_another_container_say_nothing(agent):
+@pytest.mark.parametrize("elsewhere", [{"namespace": "pid:[1]"}, {"host": "another", "boot": "another"}])
+def test_process_ids_of_another_container_or_node_say_nothing(agent, elsewhere):
     process, group, paths = agent
     process.kill()
     process.wait()
     facts = json.loads((paths[0] / clean_up.RECORD).read_text())
-    (paths[0] / clean_up.RECORD).write_text(json.dumps(facts | {"namespace": "pid:[1]"}))
+    (paths[0] / clean_up.RECORD).write_text(json.dumps(facts | elsewhere))
     assert clean_up.clean_dead() == []
     assert is_there(group)
 
@@ -146,13 +147,14 @@ def test_of_a_time_before_the_systems_last_start_only_files_are_left(agent):
 def test_a_failed_job_cleans_up_after_its_own_agents_alone(agent):
     _, group, paths = agent
 
-    def run(job):
+    def run(job, task):
         command = [sys.executable, "-m", "prl.orchestrator.clean_up"]
-        subprocess.run(command, env={**os.environ, "SLURM_JOB_ID": job}, check=True, timeout=60)
+        subprocess.run(command, env={**os.environ, "SLURM_JOB_ID": job, "SLURM_PROCID": task}, check=True, timeout=60)
 
-    run("7")
+    run("7", "0")
+    run("77", "1")
     assert is_there(group)
-    run("77")
+    run("77", "0")
     assert not is_there(group)
     assert not any(path.exists() for path in paths)
 
