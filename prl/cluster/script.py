@@ -11,6 +11,7 @@ from prl.cluster.fabric import VARIABLES
 from prl.cluster.requests import Request, Value, requests
 from prl.cluster.split import Split
 from prl.cluster.warning import measured_lead_s
+from prl.config.hub import cache_of
 from prl.config.schema import Config
 from prl.runfolder.paths import RunFolder
 
@@ -135,6 +136,6 @@ def _python(config: Config, run: RunFolder) -> list[str]:
 
 def _mounts(config: Config, run: RunFolder) -> list[str]:
     """Folders that a container sees under the same path as outside, and those that the configuration names."""
-    own = dict.fromkeys(filter(None, (str(run), config.model.path, config.run.replay)))
+    own = dict.fromkeys(filter(None, (str(run), cache_of(config.model.path), config.run.replay)))
     named = (mount if ":" in mount else f"{mount}:{mount}" for mount in config.cluster.container_mounts)
     return [*(f"{folder}:{folder}" for folder in own), *named]

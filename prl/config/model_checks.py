@@ -45,7 +45,10 @@ def model_and_problems(config: Config) -> tuple[ModelConfig | None, list[str]]:
     except OSError as error:
         return None, [f"model.path = {folder}: {error.strerror}; have its owner permit it (chmod), or name another folder"]
     if not there:
-        return None, [f"model.path = {folder}: no such folder; give the folder of a downloaded Hugging Face model"]
+        return None, [
+            f"model.path = {folder}: no such folder; give that of a downloaded Hugging Face model, or the name of one in the "
+            "cache on this machine (hf download ORG/NAME)"
+        ]
     if not whole:
         return None, [f"model.path = {folder}: has no config.json; it must be a complete Hugging Face folder"]
     try:

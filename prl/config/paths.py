@@ -1,20 +1,23 @@
 """Paths of a configuration: absolute before anything else is made of them."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prl.config.hub import cached_model
 from prl.config.load import ConfigError, replace, shown
 from prl.config.schema import Config
 
 
 def resolve_paths(config: Config, base: Path) -> Config:
     """The same configuration with an explicit run folder (default: runs/<name>) and every path absolute, so that it means
-    the same in the job, on other nodes and at a resume. Relative paths count from `base`."""
+    the same in the job, on other nodes and at a resume. Relative paths count from `base`; a model may be named as on Hugging
+    Face's hub, where it lies in the cache of this machine."""
     folder = _expand("run.folder", config.run.folder or f"runs/{config.run.name}", base)
     run = {"folder": folder, "replay": _expand("run.replay", config.run.replay, base)}
-    config = replace(config, run=run, model={"path": _expand("model.path", config.model.path, base)})
+    config = replace(config, run=run, model={"path": _model(config.model.path, base)})
     cluster = config.cluster
     if cluster.container == "apptainer" and cluster.container_image and "://" not in cluster.container_image:
         config = replace(config, cluster={"container_image": _expand("cluster.container_image", cluster.container_image, base)})
@@ -40,6 +43,12 @@ def current_folder() -> Path:
 def is_path_key(key: str) -> bool:
     """Whether an option of a domain names a file or files."""
     return key in ("path", "paths") or key.endswith(("_path", "_paths"))
+
+
+def _model(path: str, base: Path) -> str:
+    """A folder that is there counts more than a model of the hub of that name."""
+    folder = _expand("model.path", path, base)
+    return folder if os.path.lexists(folder) else cached_model(path) or folder
 
 
 def _with_absolute_paths(options: Mapping[str, Any], where: str, base: Path) -> dict[str, Any]:

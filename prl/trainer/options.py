@@ -9,7 +9,11 @@ from prl.config.bounds import Above, AtLeast, AtMost, Below
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    path: Annotated[str, "Hugging Face folder with config, tokenizer and (unless init is random) weights"] = ""
+    path: Annotated[
+        str,
+        "Hugging Face folder with config, tokenizer and (unless init is random) weights; or a model's name on the hub, e.g. "
+        "Qwen/Qwen2.5-7B or with @REVISION, where it lies in the cache of prl-submit's machine",
+    ] = ""
     init: Annotated[Literal["pretrained", "random"], "pretrained: weights of `path`; random: drawn from run.seed"] = (
         "pretrained"
     )

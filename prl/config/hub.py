@@ -1,0 +1,28 @@
+"""Models by their names on Hugging Face's hub: where they lie in its cache on this machine. Nothing is downloaded, as compute
+nodes reach no network: `hf download ORG/NAME` does that, into a cache (HF_HOME, HF_HUB_CACHE) that the nodes see, too."""
+
+import re
+from pathlib import Path
+
+_NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?", re.ASCII)
+
+
+def cached_model(name: str) -> str | None:
+    """The folder of a model in the cache by its name, e.g. Qwen/Qwen2.5-7B or Qwen/Qwen2.5-7B@main; None where `name` is no
+    such name, or the cache lacks the model. The folder is that of one commit: what is downloaded later lies elsewhere."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(found["id"], revision=found["revision"], local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def cache_of(folder: str) -> str:
+    """What has to be seen with a model's folder: in the cache, its files are links to others beside it."""
+    snapshots = Path(folder).parent
+    return str(snapshots.parent) if snapshots.name == "snapshots" else folder
