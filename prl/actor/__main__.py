@@ -28,7 +28,7 @@ async def main(child: Child, control: ControlClient) -> None:
                 request_s=config.actor.request_s,
                 max_model_len=config.sample.max_model_len,
                 max_answers=config.sample.max_num_seqs,
-                vocabulary=read_model_config(child.run.model).vocabulary,
+                vocabulary=read_model_config(child.model).vocabulary,
             )
         )
         verifier = await stack.enter_async_context(VerifierClient(child.token, deadline_s=config.actor.request_s))
@@ -36,7 +36,7 @@ async def main(child: Child, control: ControlClient) -> None:
             load_tasks,
             config.domains,
             config.run.seed,
-            ModelTokenizer(child.run.model),
+            ModelTokenizer(child.model),
             verifier if config.verifier.processes > 0 else None,
         )
         leave_what_is_loaded()  # the problems, too

@@ -144,6 +144,17 @@ class ClusterOptions:
     interface: Annotated[
         str | None, "network interface of collectives, e.g. ib0; null: NCCL and gloo choose (without Slurm: the loopback)"
     ] = None
+    local_folder: Annotated[
+        str | None,
+        "under Slurm: folder on a disk of each node, made where it is missing, e.g. /local/$USER (variables are the node's), "
+        "for a copy of the model and, with accelerators, the caches of compilers, which are removed at the end; null: "
+        "$SLURM_TMPDIR where that is set, else $TMPDIR or /tmp",
+    ] = None
+    stage_model: Annotated[
+        Literal["auto", "always", "never"],
+        "under Slurm: copy the model into local_folder before anything is loaded on a node; auto: where it lies on a network "
+        "filesystem, and local_folder on a disk. Where that fails the shared model is read, and log and report say why",
+    ] = "auto"
     preflight: Annotated[PreflightOptions, "what every node is asked before anything of the run is loaded there"] = field(
         default_factory=PreflightOptions
     )

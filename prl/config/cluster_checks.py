@@ -15,7 +15,7 @@ _OWN_STEP_OPTIONS = (
 def cluster_problems(config: Config) -> Iterator[str]:
     """Every value becomes one line of a batch script, or a word of one."""
     cluster = config.cluster
-    texts = ("partition", "account", "qos", "interface", "gpu_type", "python", "container_image")
+    texts = ("partition", "account", "qos", "interface", "gpu_type", "python", "container_image", "local_folder")
     named: dict[str, object] = {key: getattr(cluster, key) for key in texts}
     for section in ("sbatch", "sbatch_train", "sbatch_sample", "srun", "environment"):
         named |= {f"{section}.{key}": f"{key}={value}" for key, value in getattr(cluster, section).items()}
@@ -27,6 +27,8 @@ def cluster_problems(config: Config) -> Iterator[str]:
     for number, line in enumerate(cluster.setup):
         if "\0" in line:
             yield f"cluster.setup[{number}] = {line!r}: give a line without NUL"
+    if cluster.local_folder is not None and not cluster.local_folder.startswith(("/", "~", "$")):
+        yield f"cluster.local_folder = {cluster.local_folder}: give an absolute path on the nodes, e.g. /local/$USER"
     for key in cluster.environment:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key) or key in _OWN_VARIABLES or key.startswith("PRL_"):
             yield f"cluster.environment.{key}: is no name of a variable, or of one that prl sets itself; choose another"

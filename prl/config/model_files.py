@@ -12,6 +12,7 @@ from prl.config.tensors import tensor_shapes
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # of files of weights, in all forms
 _HEADER_BYTES = 100_000_000  # more is no header for safetensors either
 _LFS_POINTER = b"version https://git-lfs"
 _DTYPES = ("F64", "F32", "F16", "BF16")  # others are quantized: numbers that mean nothing without their scales
@@ -84,6 +85,13 @@ def find_weights(folder: Path, model: ModelConfig) -> dict[str, Place]:
             f"its weights are not those of the {model.architecture} model in config.json: {'; '.join(problems)}"
         )
     return places
+
+
+def files_read(folder: Path, *, weights: bool) -> list[Path]:
+    """The files of the folder itself that a run reads: config, tokenizer and the like, and those of its weights where they are
+    wanted. Raises OSError, and UnsupportedModelError where it has no weights that a trainer reads."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix not in WEIGHT_SUFFIXES]
+    return files + (sorted(path for path in _named(folder) if path.parent == folder) if weights else [])
 
 
 def tokenizer_problems(folder: Path) -> Iterator[str]:

@@ -44,6 +44,12 @@ class Child:
     token: str
     control_url: str
     start: int = 0  # how often it was started before in this attempt
+    staged: Path | None = None  # the model on this node's own disk, where it is there
+
+    @property
+    def model(self) -> Path:
+        """Config, tokenizer and weights of the run's model, to read from."""
+        return self.staged or self.run.model
 
 
 def child_from_environment() -> Child:
@@ -61,6 +67,7 @@ def child_from_environment() -> Child:
             token=read_token(run.token),
             control_url=os.environ["PRL_CONTROL_URL"],
             start=int(os.environ.get("PRL_START", "0")),
+            staged=Path(os.environ["PRL_MODEL"]) if "PRL_MODEL" in os.environ else None,
         )
     except KeyError as error:
         raise SystemExit(f"{error.args[0]} is not set: this program is started by prl's node agent (see prl-submit)") from None

@@ -10,6 +10,7 @@ checkpoint  orchestrator                   k     checkpoint/*, streams/*
 save_failed orchestrator                   k     checkpoint/*               error: why there is no checkpoint of the step
 samplers    orchestrator, at each change   -     samplers/*                 event: what happened to whom
 phase       orchestrator (and prl-submit)  -     -                          name: what begins at the event's time
+model       node agent, once an attempt    -     model/*                    obstacle: why it copied nothing, or empty
 usage       orchestrator or node agent     -     usage/*, cumulative        role, process: whom it speaks of
 scalars     anyone, at any time            any   anything
 
@@ -95,6 +96,8 @@ eval/ (actors)
     reward_mean, reward_std    over the held-out problems of one domain
     problems                   how many
     output_tokens              tokens of an answer, mean
+model/ (node agents under Slurm)
+    copied_bytes, copy_s       of the model, to the node's own disk (0 where it was not copied); from the order to its end
 usage/ (node agents)
     cpu_s                      processor seconds since its start, of the process and all below it
     max_rss_bytes              largest resident memory (so far), of the process and all below it
@@ -108,6 +111,7 @@ SAVE_FAILED = "save_failed"
 SAMPLERS = "samplers"
 PROCESSES = "processes"
 PHASE = "phase"
+MODEL = "model"
 USAGE = "usage"
 
 LOSS = "train/loss"
@@ -166,6 +170,9 @@ CHECKPOINT_BYTES = "checkpoint/bytes"
 CHECKPOINT_WRITE_S = "checkpoint/write_s"
 CHECKPOINT_FAILURES = "checkpoint/failures"
 CHECKPOINTS_RETIRED = "checkpoint/retired"
+
+MODEL_COPIED_BYTES = "model/copied_bytes"
+MODEL_COPY_S = "model/copy_s"
 
 CPU_S = "usage/cpu_s"
 MAX_RSS_BYTES = "usage/max_rss_bytes"

@@ -24,6 +24,7 @@ from prl.orchestrator.requests import watch_requests
 from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import LedgerDesk
 from prl.orchestrator.samplers import Samplers
+from prl.orchestrator.staging import stage_orders
 from prl.orchestrator.updates import Committed, UpdateError
 from prl.orchestrator.work import Work
 from prl.runfolder.outcome import Outcome, steps_before
@@ -91,6 +92,7 @@ class Orchestrator:
             causes=self._causes,
             bell=self._bell,
         )
+        self._local = stage_orders(config, run.model, resumes=start.resume.checkpoint is not None)
         self._server = ControlServer(
             token,
             {**self._lineages.handlers(), **self._samplers.handlers()},
@@ -112,6 +114,7 @@ class Orchestrator:
             done_with=self._is_done_with,
             finished=lambda: self._work.steps.finished,
             leaving=lambda: self._leaving,
+            local=self._local,
         )
         self._preflight = PreflightDesk(run, config, plan, self._causes, self._bell)
         self._server.add({**self._processes.handlers(), **self._preflight.handlers()})
@@ -230,7 +233,8 @@ class Orchestrator:
         checking = "the checkpoint's files to be checked"
         if not await self._causes.wait(lambda: self._lineages.certain, control.wait_s, lambda: checking):
             return
-        if not await self._causes.wait(self._processes.all_joined, control.start_s, self._processes.missing):
+        start_s = control.start_s + (self._local.limit_s if self._local else 0.0)
+        if not await self._causes.wait(self._processes.all_joined, start_s, self._processes.missing):
             return
         self._samplers.begin()
         if not self._config.run.replay:

@@ -5,8 +5,9 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from prl.orchestrator.children import (
     note_segments,
     start_child,
 )
+from prl.orchestrator.staging import StageOrders, cache_environment, local_folder, stage
 from prl.runfolder.logs import log_end
 from prl.runfolder.paths import RunFolder
 
@@ -63,23 +65,35 @@ async def run_agent(
         metrics = MetricsWriter(run.metrics, "agent", node, attempt)
         with contextlib.ExitStack() as after:
             try:
-                temporary = after.enter_context(_temporary_files(node))
-                _record(Path(temporary), children)
+                prefix = clean_up.prefix(os.environ.get("SLURM_JOB_ID", "local"), node)
+                temporary = after.enter_context(_temporary_files(prefix))
+                folders: list[Path] = []
+                record = partial(_record, Path(temporary), children, folders)
+                record()
                 for folder in await asyncio.to_thread(clean_up.clean_dead):
                     say(f"prl: removed {folder} and what belonged to it, which a node agent has left that was killed")
 
+                plans, orders = await _plans(client, run, attempt, address, token, options)
+                own, caches = {"TMPDIR": temporary}, dict[str, str]()
+                if orders is not None and plans:
+                    folders.append(_local_folder(orders, prefix, Path(temporary), after))
+                    record()
+                    own |= await _stage(client, run, folders[-1], orders, plans, metrics)
+                    caches = cache_environment(folders[-1] / "caches", os.environ)
+
                 async def start(plan: ChildPlan, number: int) -> RunningChild:
-                    environment = _environment(run, attempt, plan, number, address, control_url) | {"TMPDIR": temporary}
+                    environment = _environment(run, attempt, plan, number, address, control_url) | own
+                    environment |= caches if plan.devices else {}
                     child = children[plan.name] = await start_child(plan, environment, run.logs(attempt), number)
-                    _record(Path(temporary), children)
+                    record()
                     if (plan.name, number) in given_up:
                         kill_child(child)
                     return child
 
-                for plan in await _plans(client, run, attempt, address, token, options):
+                for plan in plans:
                     await start(plan, 0)
                 ended = terminated or asyncio.Event()
-                await _watch(client, children, start, given_up, options, metrics, Path(temporary), ended)
+                await _watch(client, children, start, given_up, options, metrics, record, ended)
             except Exception as error:
                 await report_failure(client, error, run.path)
                 raise
@@ -96,25 +110,53 @@ async def run_agent(
 
 async def _plans(
     client: ControlClient, run: RunFolder, attempt: int, address: str, token: str, options: ControlOptions
-) -> list[ChildPlan]:
-    """The children of this node; none where the preflight keeps the run from going on."""
+) -> tuple[list[ChildPlan], StageOrders | None]:
+    """The children of this node, none where the preflight keeps the run from going on; and what is to lie on its own disk."""
     if not await pass_preflight(client, run.canary(attempt), address, token):
-        return []
+        return [], None
     answer = await client.call("children", {}, deadline_s=options.start_s, reason="the plan of this node's children")
-    return [ChildPlan(**{**entry, "devices": tuple(entry["devices"])}) for entry in answer["children"]]
+    plans = [ChildPlan(**{**entry, "devices": tuple(entry["devices"])}) for entry in answer["children"]]
+    return plans, StageOrders(**answer["local"]) if answer["local"] is not None else None
 
 
-def _temporary_files(node: int) -> AbstractContextManager[str]:
+def _temporary_files(prefix: str) -> AbstractContextManager[str]:
     """A folder for the children's temporary files and sockets: not all remove their own, and none that is killed. Its name is
     short, for a socket's path may have 107 bytes; by it prl.orchestrator.clean_up finds it where this process is killed. What a
     dying process adds while it is removed does not fail the run's end."""
-    job = os.environ.get("SLURM_JOB_ID", "local")
-    return tempfile.TemporaryDirectory(prefix=clean_up.prefix(job, node), ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
 
 
-def _record(temporary: Path, children: Mapping[str, RunningChild]) -> None:
+def _local_folder(orders: StageOrders, prefix: str, temporary: Path, after: contextlib.ExitStack) -> Path:
+    """On the node's own disk; among the temporary files where that cannot be."""
+    try:
+        return Path(after.enter_context(local_folder(orders, prefix)))
+    except OSError as error:
+        say(f"prl: {temporary} takes the place of cluster.local_folder: {error}")
+        return temporary
+
+
+async def _stage(
+    client: ControlClient,
+    run: RunFolder,
+    folder: Path,
+    orders: StageOrders,
+    plans: Sequence[ChildPlan],
+    metrics: MetricsWriter,
+) -> dict[str, str]:
+    """Copy the model to this node's disk, and say what became of that; variables by which the children find it."""
+    began = time.monotonic()
+    trains = any(plan.role == "trainer" for plan in plans)
+    staged = await stage(client, run.model, folder / "model", orders, weights=trains)
+    say(f"prl: {staged}")
+    values = {names.MODEL_COPIED_BYTES: float(staged.copied_bytes), names.MODEL_COPY_S: time.monotonic() - began}
+    metrics.write(values, kind=names.MODEL, labels={"obstacle": staged.obstacle})
+    return {"PRL_MODEL": str(staged.model)} if staged.copied_bytes else {}
+
+
+def _record(temporary: Path, children: Mapping[str, RunningChild], folders: Sequence[Path]) -> None:
     groups = [child.group for child in children.values()]
-    clean_up.record(temporary, groups, [segment for child in children.values() for segment in child.segments], ())
+    segments = [segment for child in children.values() for segment in child.segments]
+    clean_up.record(temporary, groups, segments, folders)
 
 
 def _environment(run: RunFolder, attempt: int, plan: ChildPlan, start: int, address: str, control_url: str) -> dict[str, str]:
@@ -140,7 +182,7 @@ async def _watch(
     given_up: set[tuple[str, int]],
     options: ControlOptions,
     metrics: MetricsWriter,
-    temporary: Path,
+    record: Callable[[], None],
     terminated: asyncio.Event,
 ) -> None:
     """Report every child's end until the run stops, and start again what the orchestrator wants to have again; then give the
@@ -164,7 +206,7 @@ async def _watch(
             if segments != before or new:  # once more, since a file is there before it is mapped
                 new = segments != before
                 note_segments(children.values())
-                _record(temporary, children)
+                record()
             for task in done & waits.keys():
                 child = waits.pop(task)
                 end_rest(child)

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from prl.control.options import ControlOptions
@@ -18,6 +18,7 @@ from prl.orchestrator.causes import Causes
 from prl.orchestrator.outcome import AGENT, ENDED, REPORTED, Cause, child_cause
 from prl.orchestrator.replicas import SERVING_POLL_S
 from prl.orchestrator.samplers import Samplers
+from prl.orchestrator.staging import StageOrders
 from prl.runfolder.publish import says_full
 
 RESTARTED = ("actor", "verifier", "preprocess")  # each by itself, beside samplers, which have their membership
@@ -43,12 +44,13 @@ class ProcessDesk:
         done_with: Callable[[str], bool],
         finished: Callable[[], bool],
         leaving: Callable[[], bool],
+        local: StageOrders | None = None,
     ) -> None:
         """`on_restarts`: how many there were, and what happened in words. `on_terminated`: the batch system has sent SIGTERM to
         a node's agent. `actor_joined`: another one has its problems; `actor_lost`: what it held has to be handed out again;
         `trainers_lost`: they are all ended, and others take their place. `done_with` a role: the run can end well without its
         processes from now on; `finished`: so can it without anyone who samples; `leaving`: there is no time to train anything
-        again."""
+        again; `local`: what every node is to have on its own disk."""
         self.nodes_done: set[int] = set()
         self._server = server
         self._plan = plan
@@ -64,6 +66,7 @@ class ProcessDesk:
         self._actor_lost = actor_lost
         self._trainers_lost = trainers_lost
         self._leaving = leaving
+        self._local = local
         rule = RestartRule(options.restarts, options.restart_pause_s, options.start_s)
         self._trainers = Together(
             replace(rule, start_s=options.trainers_s), [child.name for child in plan.children if child.role == "trainer"]
@@ -327,7 +330,8 @@ class ProcessDesk:
         return {"url": url(), "stop": self._samplers.desk.ended}
 
     async def _children(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        return {"children": [child.__dict__ for child in self._plan.on_node(member.index)]}
+        local = None if self._local is None else asdict(self._local)
+        return {"children": [child.__dict__ for child in self._plan.on_node(member.index)], "local": local}
 
     async def _terminated(self, member: Member, body: Mapping[str, Any]) -> Answer:
         log.warning("%s on %s got SIGTERM from the batch system", member.name, member.host)

@@ -42,7 +42,7 @@ async def preprocess(child: Child, client: ControlClient) -> None:
     options, run = child.config.preprocess, child.config.run
     held_bytes = options.memory_mib * 2**20 if options.processes == 1 else 0  # workers read again for themselves
     maker = StepMaker(options, run.groups_per_step, run.order, held_bytes)
-    vocabulary = read_model_config(child.run.model).vocabulary
+    vocabulary = read_model_config(child.model).vocabulary
     settings = BuilderSettings(
         str(child.run.path), run.mark, child.attempt, options, child.config.streams, _data_parallel_size(child), vocabulary
     )

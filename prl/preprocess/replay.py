@@ -89,7 +89,7 @@ async def replay(child: Child, client: ControlClient, data_parallel_size: int) -
     """Write one step file after another, at most one ahead of the trainer. None of their rollouts has an end in this run."""
     wait_s, heard_s = child.config.control.wait_s, _LONG_POLL_S + child.config.control.trainers_s
     client.progress(f"looking through the rollouts of {child.config.run.replay}")
-    vocabulary = read_model_config(child.run.model).vocabulary
+    vocabulary = read_model_config(child.model).vocabulary
     original = await asyncio.to_thread(Original, RunFolder(child.config.run.replay), vocabulary)
     sequence = next_sequence(child.run.steps)
     trained_step = -1  # not known yet: the first answer comes at once

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +151,7 @@ def read_run(path: Path | str) -> RunRecord:
         samplers=_sampler_changes(events),
         usage=_usage(events),
         discards=discards,
-        notes=[*notes, *odd, *ends, *_refused(run, attempts), *_failed_saves(events), *_restarts(events)],
+        notes=[*notes, *odd, *ends, *_refused(run, attempts), *_failed_saves(events), *_restarts(events), *_not_staged(events)],
         sizes=_sizes(run.path),
         newest_event=max((event.time for event in events), default=None),
     )
@@ -190,6 +191,14 @@ def _failed_saves(events: Iterable[Event]) -> Iterator[str]:
     for event in events:
         if event.kind == names.SAVE_FAILED:
             yield f"attempt {event.attempt}: the checkpoint of step {event.step} failed: {event.labels.get('error', '')}"
+
+
+def _not_staged(events: Iterable[Event]) -> Iterator[str]:
+    """Of nodes that read the model that all share, though it was to be copied, by attempt and reason."""
+    why = Counter((event.attempt, event.labels.get("obstacle", "")) for event in events if event.kind == names.MODEL)
+    for (attempt, words), count in sorted(why.items()):
+        if words:
+            yield f"attempt {attempt}: {count} node{'s' * (count != 1)} did not copy the model to an own disk: {words}"
 
 
 def _restarts(events: Iterable[Event]) -> Iterator[str]:

@@ -13,7 +13,7 @@ async def main(child: Child, client: ControlClient) -> None:
     if child.port is None:
         raise ValueError("PRL_PORT is not set: a sampler needs a port to serve on")
     gpu = prepare_environment(options, child.host)
-    arguments = server_arguments(str(child.run.model), child.host, child.port, options, gpu)
+    arguments = server_arguments(str(child.model), child.host, child.port, options, gpu)
     with private_sockets():
         async with serving(arguments, child.token, child.config.weights) as server:
             await _serve(server, client, options.tensor_parallel)

@@ -406,7 +406,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
     def _facts(self, route: Route | None) -> Facts:
         """Each from where this worker has it, not from the trainer."""
         child, dtype = self._child, self._dtype
-        shapes = tensor_shapes(read_model_config(child.run.model))
+        shapes = tensor_shapes(read_model_config(child.model))
         return facts(
             f"sampler {child.index}, worker {self.parallel_config.rank},",
             os.uname().nodename,

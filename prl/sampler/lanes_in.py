@@ -37,7 +37,7 @@ class LanesInfo:
 
 def route_of(child: Child, trainer_ranks: int, dtype: str) -> Route:
     """From what this worker's own files say of the model and of both layouts. Raises ValueError where that cannot be."""
-    config, model = child.config, read_model_config(child.run.model)
+    config, model = child.config, read_model_config(child.model)
     workers = config.sample.tensor_parallel
     plan = compile_plan(model, layout_of(config.train), trainer_ranks, workers, dtype)
     return Route(plan, sampler_shards(model, workers), config.weights.bucket_mib * 2**20)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError
-from prl.config.model_files import INDEX, WEIGHTS, find_weights
+from prl.config.model_files import INDEX, WEIGHT_SUFFIXES, WEIGHTS, find_weights
 from prl.runfolder.publish import storage, sync_folder
 from prl.trainer.table import Sliced
 
@@ -63,7 +63,7 @@ def write_folder(
         except SafetensorError as error:
             raise OSError(f"{folder}: {error}") from error
         for path in source.iterdir():
-            if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf") and not _is_index(path):
+            if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and not _is_index(path):
                 shutil.copyfile(path, temporary / path.name)
         _write_config(temporary / "config.json", dtype)
         replace_folder(temporary, folder)

@@ -78,12 +78,12 @@ def _start_engine(child: Child, client: ThreadedClient, *, resumes: bool) -> tup
     are."""
     config = child.config
     options = replace(config.train, schedule_steps=config.train.schedule_steps or config.run.steps)
-    model = read_model_config(child.run.model)
+    model = read_model_config(child.model)
     chunks = build_model(model, options)
 
     def initial_weights() -> Iterator[tuple[str, Sliced]]:
         drawn = config.model.init == "random"
-        return random_weights(model, config.run.seed) if drawn else read_weights(child.run.model, model)
+        return random_weights(model, config.run.seed) if drawn else read_weights(child.model, model)
 
     if resumes:
         _clear(chunks)
@@ -200,7 +200,7 @@ def _export(child: Child, client: ThreadedClient, engine: Engine, step: int) -> 
     if shares_weights():
         weights = export_weights(engine.chunks, engine.config)  # gathered by all of these ranks
         if dist.get_rank() == 0:
-            write_folder(child.run.export, weights, child.run.model, child.config.train.dtype)
+            write_folder(child.run.export, weights, child.model, child.config.train.dtype)
         else:
             for _ in weights:
                 pass

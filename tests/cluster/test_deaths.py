@@ -154,7 +154,7 @@ def test_a_dead_batch_host_of_a_job_that_ends_with_it(start, capsys):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_agent(start, rank, capsys):
-    run = start("control.lost_after_s=3")
+    run = start("control.lost_after_s=3", "cluster.stage_model=always")
     wait_for_processes(run)
     run.agent(run.hosts()[rank]).send_signal(signal.SIGKILL)
     run.is_clean()

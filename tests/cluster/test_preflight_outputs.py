@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prl.cluster.mounts import mount_of, mounted
 from prl.cluster.preflight.devices import Device, ask_devices, parse_devices
 from prl.cluster.preflight.lustre import Limits, Target, parse_quota, parse_targets
-from prl.cluster.preflight.storage import ask_lustre, mount_of, mounted
+from prl.cluster.preflight.storage import ask_lustre
 
 OUTPUTS = Path(__file__).with_name("outputs")
 TEXTS = {path.name: path.read_text() for path in OUTPUTS.glob("*.txt")}

@@ -20,7 +20,7 @@ async def preflight(member, body):
     return {"wanted": None}
 async def children(member, body):
     plan = {"role": "sleeper", "index": 0, "node": 1, "devices": [], "serves": False}
-    return {"children": [{**plan, "environment": {"PYTHONPATH": sys.argv[1], "PYTHONSAFEPATH": "1"}}]}
+    return {"children": [{**plan, "environment": {"PYTHONPATH": sys.argv[1], "PYTHONSAFEPATH": "1"}}], "local": None}
 async def orders(member, body):
     await asyncio.sleep(600)
 async def main():

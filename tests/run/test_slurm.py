@@ -30,7 +30,9 @@ def sacct(job_id):
 
 @pytest.fixture(scope="module")
 def het_run(tmp_path_factory):
-    return submit(tmp_path_factory.mktemp("het") / "run", "configs/quickstart.yaml", *SHORT)
+    folder = tmp_path_factory.mktemp("het")
+    staged = ["cluster.stage_model=always", f"cluster.local_folder={folder}/disk"]
+    return submit(folder / "run", "configs/quickstart.yaml", *SHORT, *staged)
 
 
 def test_a_het_job_learns_and_ends_well(het_run):
@@ -52,6 +54,15 @@ def test_the_plan_puts_trainers_and_samplers_on_nodes_of_their_own(het_run):
     places = {(child["role"], child["index"]): child["node"] for child in plan["children"]}
     assert places["trainer", 0] == places["trainer", 1] == 0
     assert {places["sampler", 0], places["sampler", 1]} == {1, 2}
+
+
+def test_each_node_read_its_own_copy_of_the_model(het_run):
+    copies = [event for event in het_run.events("model") if event.values["model/copied_bytes"] > 0]
+    assert sorted(event.index for event in copies) == [0, 1, 2]
+    log = het_run.folder.path / "attempt_001" / "submitit"
+    said = "\n".join(path.read_text() for path in log.glob("*_log.err"))
+    assert said.count(f"the model is read from {het_run.folder.path.parent}/disk/prl-") == 3
+    assert list((het_run.folder.path.parent / "disk").iterdir()) == []
 
 
 @pytest.mark.slurm_netns

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
+from prl.cluster.mounts import mount_of, mounted
 from prl.cluster.preflight.lustre import Quota, Targets, parse_quota, parse_targets
 from prl.cluster.preflight.measure import LIMIT_S, Room, in_thread, room_in
 from prl.cluster.run import ProgramError, run
@@ -48,16 +47,3 @@ def ask_lustre(folder: Path, mounts: Callable[[], list[tuple[str, str]]]) -> tup
     quota = run(["lfs", "quota", mount], timeout_s=LFS_S)
     targets = run(["lfs", "df", mount], timeout_s=LFS_S, check=False)  # fails where a target does not answer
     return parse_quota(quota.out), parse_targets(targets.out)
-
-
-def mount_of(folder: Path, mounts: list[tuple[str, str]]) -> tuple[str, str]:
-    """Where the filesystem of a folder is mounted, and its kind; of several mounts at one place the last one counts."""
-    resolved = folder.resolve()
-    around = [(place, kind) for place, kind in mounts if resolved.is_relative_to(place)]
-    longest = max((len(place) for place, _ in around), default=0)
-    return next(((place, kind) for place, kind in reversed(around) if len(place) == longest), ("", ""))
-
-
-def mounted() -> list[tuple[str, str]]:
-    """Where filesystems are mounted here, and their kinds, in the order of their mounts."""
-    return [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
