@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prl.cluster.mounts import mount_of, mounted
 from prl.cluster.preflight.devices import Device, ask_devices, parse_devices
-from prl.cluster.preflight.lustre import Limits, Target, parse_quota, parse_targets
+from prl.cluster.preflight.lustre import Limits, Target, parse_project, parse_quota, parse_targets
 from prl.cluster.preflight.storage import ask_lustre
 
 OUTPUTS = Path(__file__).with_name("outputs")
@@ -112,8 +112,33 @@ def test_lfs_is_asked_about_the_mount_and_only_of_lustre(tmp_path, program):
     asked = program("lfs", f"[ $1 = df ] && cat {df} && exit 11\ncat {quota}")
     found = ask_lustre(tmp_path / "run", lambda: [("/", "ext4"), (str(tmp_path), "lustre")])
     assert [len(found[0]), len(found[1].down)] == [5, 1]
-    assert asked.read_text().splitlines() == [f"quota {tmp_path}", f"df {tmp_path}"]
+    assert asked.read_text().splitlines() == [f"quota {tmp_path}", f"project -d {tmp_path}/run", f"df {tmp_path}"]
     assert ask_lustre(tmp_path, lambda: [(str(tmp_path), "nfs4")]) is None
+
+
+def test_the_quota_of_the_folders_project_counts_too(tmp_path, program):
+    usual, full = "Disk quotas for usr ann (uid 1):\n /l 5 0 0 - 3 0 0 -", " /l\n 322.5T 327T 327T - 18005642 0 0 -"
+    project = f"[ $2 = -p ] && echo 'Disk quotas for prj 200020 (pid 200020):\n{full}' && exit"
+    program("lfs", f"[ $1 = project ] && echo '200020 P '$3 && exit\n[ $1 = df ] && exit\n{project}\necho '{usual}'")
+    user, project = ask_lustre(tmp_path, lambda: [(str(tmp_path), "lustre")])[0]
+    assert (user.owner, project.owner, project.files.left) == ("usr ann", "prj 200020", None)
+    assert project.blocks.left == 4 * TIB + TIB // 2
+
+
+@pytest.mark.parametrize(
+    ("text", "project"),
+    [
+        ("110255 P /projects/one\n", 110255),
+        ("2228473301 P /lus/a b\n", 2228473301),
+        ("  307 - /lus/one\n", 307),  # given to the folder alone
+        ("    0 - /lus/one\n", None),
+        ("", None),
+        ("lfs: invalid command 'project'\n", None),
+        ("12 P /one\n13 P /two\n", None),
+    ],
+)
+def test_the_project_of_a_folder(text, project):
+    assert parse_project(text) == project
 
 
 def test_devices_of_a_recording_with_all_fields():

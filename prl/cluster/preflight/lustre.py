@@ -7,6 +7,7 @@ _UNITS = {"": 1, "k": 1, "m": 1024, "g": 1024**2, "t": 1024**3, "p": 1024**4, "e
 _SIZE = re.compile(r"\[?([0-9]{1,19})(?:\.([0-9]{1,6}))?([kmgtpe]?)\]?(\*?)\]?", re.ASCII | re.IGNORECASE)
 _OWNER = re.compile(r"Disk quotas for (.+?)\s*(?:\(.*\))?:$")
 _TARGET = re.compile(r"(\S+)\s+(\S+)\s+(\S+)\s+(\S+)\s+([0-9]{1,3})%\s.*\[OST:([0-9]+)\]", re.ASCII)
+_PROJECT = re.compile(r"\s*([0-9]{1,10})\s+[P-]\s+/.*", re.ASCII)
 _DOWN = re.compile(r"(\S*OST[0-9a-fA-F]{4}\S*)\s*:\s*(\S.*)", re.ASCII)
 
 
@@ -30,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Quota:
-    owner: str  # e.g. "usr ann" or "grp physics"
+    owner: str  # e.g. "usr ann", "grp physics" or "prj 110255"
     filesystem: str
     blocks: Limits
     files: Limits
@@ -95,6 +96,13 @@ def _scaled(size: re.Match[str], unit: int) -> int:
     whole, part, letter, _ = size.groups()
     scale = _UNITS[letter.lower()] * unit
     return int(whole) * scale + (int(part) * scale // 10 ** len(part) if part else 0)
+
+
+def parse_project(text: str) -> int | None:
+    """The project of a folder, as `lfs project -d` lists it with its id and whether it hands that on: `110255 P /folder`; None
+    where it has none, which is project 0."""
+    found = _PROJECT.fullmatch(text.strip("\n"))
+    return int(found[1]) or None if found else None
 
 
 def parse_targets(text: str) -> Targets:
