@@ -92,7 +92,7 @@ class ClusterOptions:
     chain: Annotated[
         int,
         "jobs in all that are submitted at once, each to go on with the run where the one before it has left, for sites that "
-        "put no job into the queue again; those that are left once the run has ended end at once",
+        "put no job into the queue again; those that are left once the run has ended are taken out of it",
         AtLeast(1),
         Below(100),
     ] = 1

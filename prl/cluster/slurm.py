@@ -208,6 +208,12 @@ def jobs_in_queue(job_ids: Sequence[str], runner: Runner = run) -> list[str]:
     return [job_id for job_id in job_ids if job_id in found]
 
 
+def cancel_waiting(job_ids: Sequence[str], runner: Runner = run) -> None:
+    """End those of a chain's jobs that wait, the last one first: each would begin once the one before it is gone. Raises
+    ProgramError."""
+    runner(["scancel", "--state=PENDING", *reversed(job_ids)], timeout_s=30.0)
+
+
 def cluster_name(runner: Runner = run) -> str | None:
     """The cluster's name in Slurm; None where Slurm does not say it. Nothing depends on it but what people are told."""
     try:

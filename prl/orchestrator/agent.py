@@ -19,7 +19,7 @@ from prl.cluster.allocation import Allocation, read_allocation
 from prl.cluster.executors import SUBMITTER
 from prl.cluster.record import read_record
 from prl.cluster.run import ProgramError
-from prl.cluster.slurm import jobs_in_queue, requeue, why_terminated
+from prl.cluster.slurm import cancel_waiting, jobs_in_queue, requeue, why_terminated
 from prl.cluster.split import make_split
 from prl.config.load import ConfigError, load
 from prl.config.plain_files import read_plain
@@ -64,6 +64,8 @@ def run_node(run_folder: str) -> None:
         outcome = _lead(run, attempt, allocation, warnings)
         if outcome.next == "requeue" and outcome.reason != "requeued" and allocation.job_id is not None:
             _requeue(allocation.job_id)
+        if outcome.next == "stop" and allocation.job_id is not None:
+            _dismiss_followers(run, attempt)
         say(f"{outcome.detail}{outcome.log_end}\nprl: {outcome.outcome}: {outcome.cause}".lstrip())
         if outcome.outcome != DONE:
             raise RunFailed(outcome.cause)
@@ -78,6 +80,17 @@ def _requeue(job_id: str) -> None:
         requeue(job_id)
     except ProgramError as error:
         say(f"prl: the job is not put into the queue again: {error}")
+
+
+def _dismiss_followers(run: RunFolder, attempt: int) -> None:
+    """The jobs behind this one in its chain would wait for all of their nodes, only to find that nothing is left to do. Where
+    Slurm cannot be told here, they do."""
+    try:
+        followers = read_record(run, attempt).followers
+        if followers:
+            cancel_waiting(followers)
+    except (ConfigError, ProgramError) as error:
+        say(f"prl: the jobs that follow in the chain are left to find out that the run has ended: {error}")
 
 
 class CancelledEarly(Exception):

@@ -9,6 +9,8 @@ from lab_runs import CONFIG, LabRun
 from small_runs import small_run, wait_for_processes
 
 from prl.cli import submit
+from prl.cluster.record import read_record
+from prl.cluster.slurm import job_state, jobs_in_queue
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slurm_netns, pytest.mark.deadline(600)]
 AGAIN_S = 120.0  # until a job that was put into the queue again has started: Slurm holds it off for a while
@@ -84,6 +86,18 @@ def test_where_one_component_is_cancelled_the_run_ends(start):
     assert said(run.ended(deadline_s=12)) == ("cancelled", "cancelled", "stop")
     run.is_clean()
     assert run.states() == ["FAILED", "CANCELLED"]
+
+
+def test_what_follows_in_a_chain_is_taken_out_of_the_queue_when_the_run_ends(start):
+    run = start("cluster.chain=3")  # the others are held: they leave the queue by nothing else
+    wait_for_processes(run)
+    chain = read_record(run.folder, 1).chain
+    lab_cluster.slurm("scancel", run.job)
+    assert said(run.ended()) == ("cancelled", "cancelled", "stop")
+    lab_cluster.wait_until(lambda: not jobs_in_queue(chain), 60, lambda: run.logs(1))
+    assert [job_state(job) for job in chain] == ["CANCELLED"] * 3
+    assert run.folder.attempts() == [1]
+    run.is_clean()
 
 
 def test_a_job_that_is_requeued_by_hand_goes_on_as_the_next_attempt(start):
