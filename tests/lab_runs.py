@@ -64,11 +64,12 @@ class LabRun:
 
 
 @contextmanager
-def submitted(folder: Path, nodes: list[str], *overrides: str, sampling: int = 1) -> Iterator[LabRun]:
-    """Submit one with a node that trains and so many that sample; afterwards the cluster is as it was."""
+def submitted(folder: Path, nodes: list[str], *overrides: str, training: int = 1, sampling: int = 1) -> Iterator[LabRun]:
+    """Submit one with so many nodes that train and that sample; afterwards the cluster is as it was."""
     run = RunFolder(folder)
     # A short path, for sockets lie there.
     with tempfile.TemporaryDirectory(prefix="prl", ignore_cleanup_errors=True) as temporary, lab_cluster.mended(nodes):
         given = [f"run.folder={run}", f"cluster.environment.TMPDIR={temporary}", *overrides]
-        assert submit.main([str(CONFIG), "--nodes", str(1 + sampling), "--set", *given]) == 0
+        asked = ["--nodes", str(training + sampling), "--trainer-nodes", str(training)]
+        assert submit.main([str(CONFIG), *asked, "--set", *given]) == 0
         yield LabRun(run, json.loads(run.submission(1).read_text())["job_id"], nodes, Path(temporary))

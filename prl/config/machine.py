@@ -14,6 +14,7 @@ from prl.config.schema import Config
 
 _MIB = 1024**2
 _GIB = 1024**3
+_CGROUPS = Path("/sys/fs/cgroup")  # where they are mounted
 
 # Resident memory of a process beside weights, training state and KV cache, which are counted from the model. Measured on the
 # quickstart (two cores, no GPU, a model of 0.5 MB, a KV cache of 64 MiB): a sampler with its engine 1.4 GB, a trainer rank
@@ -102,12 +103,23 @@ def count_parameters(model: ModelConfig) -> int:
 
 def free_memory_bytes() -> int:
     """Free memory of the machine, or of what this process is in where that has a limit: a container, a job of Slurm's."""
-    try:
-        groups = own_groups(Path("/proc/self/cgroup").read_text())
-    except FileNotFoundError:
-        groups = [""]
-    limited = (cgroup_free_bytes(Path("/sys/fs/cgroup"), group) for group in groups)
+    limited = (cgroup_free_bytes(_CGROUPS, group) for group in own_groups(_own_cgroups()))
     return min([int(psutil.virtual_memory().available), *(free for free in limited if free is not None)])
+
+
+def memory_kills() -> int:
+    """How many processes of this one's control group the kernel has killed so far, as memory ran out; 0 where it does not count
+    them."""
+    innermost_first = sorted(own_groups(_own_cgroups()), key=len, reverse=True)
+    counts = (cgroup_kills(_CGROUPS, group) for group in innermost_first)
+    return next((count for count in counts if count is not None), 0)
+
+
+def _own_cgroups() -> str:
+    try:
+        return Path("/proc/self/cgroup").read_text()
+    except FileNotFoundError:  # a kernel without them
+        return ""
 
 
 def own_groups(text: str) -> list[str]:
@@ -115,7 +127,7 @@ def own_groups(text: str) -> list[str]:
     those that it cannot see do not exist."""
     paths = [path for _, kinds, path in (line.split(":", 2) for line in text.splitlines()) if kinds in ("", "memory")]
     around = [PurePosixPath(path.lstrip("/")) for path in paths]
-    return sorted({"" if str(group) == "." else str(group) for path in around for group in (path, *path.parents)})
+    return sorted({"", *(str(group) for path in around for group in (path, *path.parents) if str(group) != ".")})
 
 
 def cgroup_free_bytes(root: Path, group: str = "") -> int | None:
@@ -131,4 +143,16 @@ def cgroup_free_bytes(root: Path, group: str = "") -> int | None:
         except FileNotFoundError:
             continue
         return None if limit == "max" else int(limit) - used + int(counts.get(inactive, 0))
+    return None
+
+
+def cgroup_kills(root: Path, group: str = "") -> int | None:
+    """Processes of a control group that the kernel has killed as memory ran out, its own or the machine's; in version 2 also
+    those of the groups below. None where `root` has no such group, or does not count them."""
+    for path in (root / group / "memory.events", root / "memory" / group / "memory.oom_control"):
+        try:
+            counts = dict(line.split() for line in path.read_text().splitlines())
+        except FileNotFoundError:
+            continue
+        return int(counts["oom_kill"]) if "oom_kill" in counts else None
     return None

@@ -103,10 +103,10 @@ class ControlServer:
             before.gone = True
             self.members[role, index] = Member(role, index, start + 1)
 
-    def silent(self, after_s: float) -> list[Member]:
-        """Members that joined and were not heard of for so many seconds."""
-        now = self._clock()
-        return [member for member in self.members.values() if member.joined and now - member.seen_s > after_s]
+    def silent(self, after_s: float, role: str | None = None) -> list[Member]:
+        """Members (of a role) that joined and were not heard of for so many seconds."""
+        now, wanted = self._clock(), self.members.values()
+        return [m for m in wanted if m.joined and role in (None, m.role) and now - m.seen_s > after_s]
 
     def of_role(self, role: str) -> list[Member]:
         """Joined members of a role by their index."""

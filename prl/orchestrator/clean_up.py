@@ -52,7 +52,9 @@ def prefix(job: str, task: int | str) -> str:
 def record(folder: Path, groups: Iterable[Group], segments: Iterable[Path], folders: Iterable[Path]) -> None:
     """Write down in an agent's folder of temporary files what of it is here."""
     pid, boot, namespace = os.getpid(), _boot(), _namespace()
-    remains = Remains(socket.gethostname(), boot, namespace, pid, started_ticks(pid), tuple(groups), tuple(segments), tuple(folders))
+    remains = Remains(
+        socket.gethostname(), boot, namespace, pid, started_ticks(pid), tuple(groups), tuple(segments), tuple(folders)
+    )
     new = folder / f".{RECORD}"  # nobody else writes it
     new.write_text(json.dumps(asdict(remains), default=str))
     new.rename(folder / RECORD)

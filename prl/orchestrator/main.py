@@ -156,8 +156,7 @@ class Orchestrator:
         asked for the end, in these words."""
         heartbeat_s = self._config.control.heartbeat_s
         await asyncio.sleep(BEATS * heartbeat_s)
-        gone = [member for member in self._server.silent((BEATS - 1) * heartbeat_s) if member.role == "agent"]
-        if gone:
+        if gone := self._server.silent((BEATS - 1) * heartbeat_s, "agent"):
             words = f"{gone[0].name} on {gone[0].host} has ended without a word, and Slurm has ended the others"
             self._end_now(words, "error", "agent")
         else:
@@ -300,6 +299,7 @@ class Orchestrator:
         self._lineages.give_up()
         if self._causes:
             await asyncio.sleep(GATHER_CAUSES_S)
+            await self._wait_for_late_agents()
             await self._bell.until(lambda: self._explained, EXPLAINED_S)
         self._work.rollouts.ended = self._samplers.desk.ended = True
         self._samplers.desk.changed.ring()
@@ -311,6 +311,17 @@ class Orchestrator:
         if not await self._bell.until(lambda: joined <= self._processes.nodes_done, left_s):
             late = sorted(joined - self._processes.nodes_done)
             self._causes.found.append(Cause(f"nodes {late} did not end within {left_s:.0f} s", "agent", ENDED))
+
+    async def _wait_for_late_agents(self) -> None:
+        """What misses a process of a lost node fails long before that node's silence counts, and would be taken for the cause:
+        an agent that is late is heard again, or becomes one."""
+        control = self._config.control
+        end = time.monotonic() + control.lost_after_s
+        explained = any(cause.rank <= CANCEL for cause in self._causes.found)
+        while not explained and not self.terminated.is_set() and time.monotonic() < end:
+            if not self._server.silent(control.heartbeat_s, "agent"):
+                break
+            await asyncio.sleep(control.heartbeat_s)
 
     async def close(self) -> Outcome:
         """Close everything, whatever of it fails, and write the outcome last but surely: behind it nothing of this process

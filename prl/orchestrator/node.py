@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.cluster.preflight.node import pass_preflight
+from prl.config.machine import memory_kills
 from prl.control.child import report_failure, say
 from prl.control.client import ControlClient
 from prl.control.options import ControlOptions
@@ -31,6 +33,7 @@ from prl.orchestrator.children import (
     note_segments,
     start_child,
 )
+from prl.orchestrator.outcome import MEMORY_KILL
 from prl.orchestrator.staging import StageOrders, cache_environment, local_folder, stage
 from prl.runfolder.logs import log_end
 from prl.runfolder.paths import RunFolder
@@ -63,7 +66,11 @@ async def run_agent(
         children: dict[str, RunningChild] = {}
         given_up: set[tuple[str, int]] = set()  # starts of children that are to end, also those that are still to be made
         metrics = MetricsWriter(run.metrics, "agent", node, attempt)
+        telling = asyncio.create_task(
+            _tell(client, terminated or asyncio.Event()), name="tell that the batch system ends this node's task"
+        )
         with contextlib.ExitStack() as after:
+            after.callback(telling.cancel)
             try:
                 prefix = clean_up.prefix(os.environ.get("SLURM_JOB_ID", "local"), node)
                 temporary = after.enter_context(_temporary_files(prefix))
@@ -92,8 +99,7 @@ async def run_agent(
 
                 for plan in plans:
                     await start(plan, 0)
-                ended = terminated or asyncio.Event()
-                await _watch(client, children, start, given_up, options, metrics, record, ended)
+                await _watch(client, children, start, given_up, options, metrics, record, telling)
             except Exception as error:
                 await report_failure(client, error, run.path)
                 raise
@@ -111,9 +117,17 @@ async def run_agent(
 async def _plans(
     client: ControlClient, run: RunFolder, attempt: int, address: str, token: str, options: ControlOptions
 ) -> tuple[list[ChildPlan], StageOrders | None]:
-    """The children of this node, none where the preflight keeps the run from going on; and what is to lie on its own disk."""
-    if not await pass_preflight(client, run.canary(attempt), address, token):
-        return [], None
+    """The children of this node, none where the preflight keeps the run from going on, or the run stops before its end; and
+    what is to lie on the node's own disk."""
+    passing = asyncio.create_task(pass_preflight(client, run.canary(attempt), address, token), name="preflight")
+    stopping = asyncio.create_task(client.stopping.wait())
+    try:
+        await asyncio.wait([passing, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not passing.done() or not passing.result():
+            return [], None
+    finally:
+        for task in (passing, stopping):
+            task.cancel()
     answer = await client.call("children", {}, deadline_s=options.start_s, reason="the plan of this node's children")
     plans = [ChildPlan(**{**entry, "devices": tuple(entry["devices"])}) for entry in answer["children"]]
     return plans, StageOrders(**answer["local"]) if answer["local"] is not None else None
@@ -183,17 +197,16 @@ async def _watch(
     options: ControlOptions,
     metrics: MetricsWriter,
     record: Callable[[], None],
-    terminated: asyncio.Event,
+    telling: asyncio.Task[None],
 ) -> None:
     """Report every child's end until the run stops, and start again what the orchestrator wants to have again; then give the
-    children their time to end by themselves."""
+    children their time to end by themselves. An error of `telling` is one of this, too."""
     waits = {asyncio.create_task(child.process.wait()): child for child in children.values()}
     starts: set[asyncio.Task[RunningChild | None]] = set()
     stopping = asyncio.create_task(client.stopping.wait())
     obeying = asyncio.create_task(_obey(client, children, given_up), name="end what the orchestrator gave up")
-    telling = asyncio.create_task(_tell(client, terminated), name="tell that the batch system ends this node's task")
     tasks: list[asyncio.Task[Any]] = [stopping, obeying, telling]
-    looked, segments, new = time.monotonic(), frozenset[str](), False
+    looked, segments, new, kills = time.monotonic(), frozenset[str](), False, memory_kills()
     try:
         while (waits or starts) and not client.stopping.is_set():
             done, _ = await asyncio.wait(
@@ -207,10 +220,11 @@ async def _watch(
                 new = segments != before
                 note_segments(children.values())
                 record()
+            kills_before, kills = kills, memory_kills()
             for task in done & waits.keys():
                 child = waits.pop(task)
                 end_rest(child)
-                pause_s = await _report(client, child)
+                pause_s = await _report(client, child, out_of_memory=kills > kills_before)
                 if pause_s is not None:
                     starts.add(asyncio.create_task(_start_again(client, child, start, pause_s), name="restart"))
             for again in done & starts:
@@ -269,13 +283,17 @@ async def _obey(client: ControlClient, children: dict[str, RunningChild], given_
                 kill_child(ending)
 
 
-async def _report(client: ControlClient, child: RunningChild) -> float | None:
-    """The pause after which it is to be started again, in seconds; None: not at all."""
+async def _report(client: ControlClient, child: RunningChild, *, out_of_memory: bool) -> float | None:
+    """The pause after which it is to be started again, in seconds; None: not at all. `out_of_memory`: just now the kernel has
+    killed a process here for that, with SIGKILL."""
+    words = how_it_ended(child)
+    if out_of_memory and child.process.returncode == -signal.SIGKILL:
+        words = f"{words}: {MEMORY_KILL}"
     body = {
         "child": child.plan.name,
         "number": child.start,
         "code": child.process.returncode,
-        "words": how_it_ended(child),
+        "words": words,
         "log": str(child.log),
         "log_end": log_end(child.log, LOG_LINES),
     }

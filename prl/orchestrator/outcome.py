@@ -17,7 +17,8 @@ _OUTCOMES: Mapping[Reason, str] = {
     "preempted": LEFT,
     "requeued": LEFT,
 }  # of all others: failed
-_MEMORY = ("OutOfMemoryError", "MemoryError")  # torch's and Python's, as the causes name them
+MEMORY_KILL = "the kernel killed it, out of memory"  # words of a child's end
+_MEMORY = ("OutOfMemoryError", "MemoryError", MEMORY_KILL)  # torch's and Python's, as the causes name them, and the kernel's
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class Cause:
 
 AGENT = 0  # a node agent reports its own fault, after which the batch system ends everything
 CANCEL = 1  # somebody asked for the end; children that get the signal too die of it
-KILLED = 2  # a child was ended by a signal
-REPORTED = 3  # a process reports an error of its own, which may be the death of another
-ENDED = 4  # a child ended without a word, a process fell silent, a wait ran out
+LOST = 2  # a node's agent fell silent, and with it all that ran there
+KILLED = 3  # a child was ended by a signal
+REPORTED = 4  # a process reports an error of its own, which may be the death of another
+ENDED = 5  # a child ended without a word, a process fell silent, a wait ran out
 
 
 class RunFailed(Exception):

@@ -10,12 +10,11 @@ from typing import Any
 
 from prl.control.options import ControlOptions
 from prl.control.server import Answer, Bell, ControlServer, Handler, Member
-from prl.flow.ending import Reason
 from prl.flow.membership import IN_GROUP
 from prl.flow.restarts import RestartRule, Restarts, Together
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
-from prl.orchestrator.outcome import AGENT, ENDED, REPORTED, Cause, child_cause
+from prl.orchestrator.outcome import AGENT, ENDED, LOST, REPORTED, Cause, child_cause
 from prl.orchestrator.replicas import SERVING_POLL_S
 from prl.orchestrator.samplers import Samplers
 from prl.orchestrator.staging import StageOrders
@@ -285,9 +284,11 @@ class ProcessDesk:
                     self._give_up(member.name, words)
                 elif member.name in self._trainers:
                     self.renew_trainers(Cause(words, member.role, ENDED))
+                elif member.role == "agent":
+                    host = str(self._plan.nodes[member.index]["name"])
+                    self._causes.add(Cause(words, member.role, LOST, reason="node failure", host=host))
                 else:
-                    lost: Reason = "node failure" if member.role == "agent" else "error"
-                    self._causes.add(Cause(words, member.role, ENDED, reason=lost))
+                    self._causes.add(Cause(words, member.role, ENDED))
 
     def _look_after_samplers(self) -> None:
         """End the run where nobody is left to serve and nobody has come back in time."""

@@ -36,8 +36,8 @@ time.sleep(600)
 
 
 @contextmanager
-def small_run(folder: Path, nodes: list[str], *overrides: str) -> Iterator[LabRun]:
-    with submitted(folder, nodes, "cluster.sbatch.hold=true", *overrides) as run:
+def small_run(folder: Path, nodes: list[str], *overrides: str, train_nodes: int = 1) -> Iterator[LabRun]:
+    with submitted(folder, nodes, "cluster.sbatch.hold=true", *overrides, training=train_nodes) as run:
         for role in ROLES:
             (run.folder.code / "prl" / role / "__main__.py").write_text(CHILD)
         lab_cluster.slurm("scontrol", "release", run.job)

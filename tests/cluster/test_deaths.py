@@ -129,6 +129,7 @@ def test_a_node_of_samplers_that_is_gone_is_noticed(start, lost_after_s):
     ended = run.ended(deadline_s=LOST_S)
     assert said(ended) == ("failed", "node failure", "stop")
     assert (second in ended.cause) == (lost_after_s < 300)  # Slurm does not say which one
+    assert ended.host == (second if lost_after_s < 300 else None)
     run.is_clean(dead=1)
 
 

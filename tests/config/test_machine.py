@@ -8,7 +8,15 @@ from checked import GIB, LLAMA, problems
 from prl.config.checks import check
 from prl.config.hf_config import model_config
 from prl.config.load import ConfigError, replace
-from prl.config.machine import cgroup_free_bytes, count_parameters, estimate_memory_bytes, free_memory_bytes, own_groups
+from prl.config.machine import (
+    cgroup_free_bytes,
+    cgroup_kills,
+    count_parameters,
+    estimate_memory_bytes,
+    free_memory_bytes,
+    memory_kills,
+    own_groups,
+)
 from prl.streams.options import RedisOptions
 
 
@@ -81,7 +89,20 @@ def test_the_control_groups_around_a_process():
     slurm = "4:memory:/slurm/uid_7/job_9\n3:cpuset:/other\n0::/system.slice/slurmd\n"
     around = ["", "slurm", "slurm/uid_7", "slurm/uid_7/job_9", "system.slice", "system.slice/slurmd"]
     assert own_groups(slurm) == around
-    assert own_groups("0::/\n") == [""]
+    assert own_groups("0::/\n") == own_groups("") == [""]
+
+
+def test_processes_that_the_kernel_has_killed_out_of_memory(tmp_path):
+    """The files' lines are the kernel's (Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst)."""
+    events = "low 0\nhigh 3\nmax 40\noom 5\noom_kill 2\noom_group_kill 1"
+    cgroup(tmp_path / "two/job_7", memory__events=events)
+    assert cgroup_kills(tmp_path / "two", "job_7") == 2
+    assert cgroup_kills(tmp_path / "two") is None  # the root has no such file
+    cgroup(tmp_path / "one/memory/job_7", memory__oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 4")
+    assert cgroup_kills(tmp_path / "one", "job_7") == 4
+    cgroup(tmp_path / "old/memory", memory__oom_control="oom_kill_disable 0\nunder_oom 0")
+    assert cgroup_kills(tmp_path / "old") is None
+    assert memory_kills() >= 0
 
 
 def test_what_is_not_installed_here_is_told_before_a_run_on_this_machine(good, monkeypatch, tmp_path):

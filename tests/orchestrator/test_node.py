@@ -9,8 +9,10 @@ import pytest
 from agent_rig import Orchestrator, run_of, started
 
 import prl.control.child
+import prl.orchestrator.node
 from prl.control.options import ControlOptions
 from prl.orchestrator.node import run_agent
+from prl.orchestrator.outcome import MEMORY_KILL
 
 SLEEPER = "import os, time; print(os.getpid(), os.environ['PRL_PORT'], flush=True); time.sleep(600)"
 
@@ -143,6 +145,64 @@ def test_a_run_that_stops_starts_nothing_again(run, tmp_path):
         psutil.Process(first).kill()
         await asyncio.wait_for(agent, 20)
         assert len((run.logs(1) / "sampler-0.log").read_text().splitlines()) == 1
+        await orchestrator.server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_child_that_the_kernel_killed_out_of_memory_is_told_from_others(run, tmp_path, monkeypatch):
+    """The kernel's count stands in for such a kill."""
+    counted = [0]
+    monkeypatch.setattr(prl.orchestrator.node, "memory_kills", lambda: counted[0])
+
+    async def main():
+        orchestrator = Orchestrator(tmp_path / "stub", restarts=2)
+        url = await orchestrator.server.start("127.0.0.1")
+        options = ControlOptions(heartbeat_s=0.1, stop_s=0.2)
+        agent = asyncio.create_task(run_agent(run, 1, 1, "127.0.0.1", url, "token", options))
+        for number, kills in enumerate((1, 1)):
+            first, _ = await started(run, 0, number)
+            counted[0] = kills
+            psutil.Process(first).kill()
+            await started(run, 0, number + 1)
+        orchestrator.server.stopping = True
+        orchestrator.bell.ring()
+        await asyncio.wait_for(agent, 20)
+        killed = ("sampler 0", "sampler 0 was ended by SIGKILL")
+        assert orchestrator.ended[:2] == [(killed[0], f"{killed[1]}: {MEMORY_KILL}"), killed]
+        await orchestrator.server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_preflight_gives_way_to_the_end_of_the_run_and_sigterm_is_told_meanwhile(run, tmp_path):
+    """The node waits for a file of the run folder that does not come."""
+
+    async def main():
+        orchestrator, told = Orchestrator(tmp_path / "stub", restarts=0), asyncio.Event()
+
+        async def preflight(member, body):
+            return {"wanted": {"visible_s": 50.0, "devices": False, "listens": False, "limit_s": 50.0}}
+
+        async def clock(member, body):
+            return {"time_s": 0.0}
+
+        async def terminated(member, body):
+            told.set()
+            return {}
+
+        orchestrator.server._handlers["preflight"] = preflight
+        orchestrator.server.add({"clock": clock, "terminated": terminated})
+        url = await orchestrator.server.start("127.0.0.1")
+        options, ends = ControlOptions(heartbeat_s=0.1, stop_s=0.2), asyncio.Event()
+        agent = asyncio.create_task(run_agent(run, 1, 1, "127.0.0.1", url, "token", options, ends))
+        await asyncio.sleep(0.5)
+        ends.set()
+        await asyncio.wait_for(told.wait(), 5)
+        assert not agent.done()
+        orchestrator.server.stopping = True
+        await asyncio.wait_for(agent, 5)
+        assert orchestrator.ended == ["node done"]
         await orchestrator.server.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

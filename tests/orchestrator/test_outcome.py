@@ -3,11 +3,24 @@
 import json
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 
 from prl.flow.ending import Decision
-from prl.orchestrator.outcome import AGENT, CANCEL, ENDED, KILLED, REPORTED, Cause, Ending, child_cause, conclude
+from prl.orchestrator.outcome import (
+    AGENT,
+    CANCEL,
+    ENDED,
+    KILLED,
+    LOST,
+    MEMORY_KILL,
+    REPORTED,
+    Cause,
+    Ending,
+    child_cause,
+    conclude,
+)
 from prl.runfolder.outcome import read_outcome, reserve, steps_before
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import in_words
@@ -33,8 +46,15 @@ def stop(reason):
         ([], Ending("asked to leave", "preempted"), "preempted", "left", 75),
         ([TERM], TRAINED, "cancelled", "cancelled", 130),
         ([DEATH], TRAINED, "error", "failed", 1),
-        ([Cause("node 3 was silent", "agent", ENDED, reason="node failure")], TRAINED, "node failure", "failed", 1),
+        (
+            [LOST_PEER, DEATH, Cause("agent 3 was silent", "agent", LOST, reason="node failure")],
+            TRAINED,
+            "node failure",
+            "failed",
+            1,
+        ),
         ([Cause("trainer 0: OutOfMemoryError: CUDA", "trainer", REPORTED)], TRAINED, "out of memory", "failed", 1),
+        ([replace(DEATH, words=f"{DEATH.words}: {MEMORY_KILL}")], TRAINED, "out of memory", "failed", 1),
         ([Cause(in_words(OSError(28, "No space left on device")), None, REPORTED)], TRAINED, "quota", "failed", 1),
     ],
 )

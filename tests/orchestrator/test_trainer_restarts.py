@@ -11,8 +11,11 @@ from process_rig import run
 from prl.control.client import ControlError
 from prl.flow.events import to_rows
 from prl.flow.versions import Version
+from prl.orchestrator.outcome import MEMORY_KILL
 from prl.orchestrator.updates import Committed
 from prl.runfolder.model import write_model_folder
+from prl.runfolder.outcome import read_outcome
+from prl.runfolder.paths import RunFolder
 from prl.runfolder.plan import read_plan
 from prl.trainer.options import ModelOptions
 
@@ -238,6 +241,24 @@ def test_what_another_start_does_not_help_and_a_limit_of_none_end_the_run_at_onc
         assert rig.orchestrator._processes.trainers_to_end == []
 
     run(tmp_path / "run", scenario, restarts=0 if failure is None else 3)
+
+
+def test_a_rank_that_runs_out_of_memory_again_and_again_ends_the_run_at_the_limit(tmp_path):
+    killed = f"was ended by SIGKILL: {MEMORY_KILL}"
+
+    async def scenario(rig):
+        async with training(rig) as t:
+            assert await rig.dies("trainer 1", 0, killed) is not None
+            for name in ("trainer 0", "preprocess 0", "preprocess 1"):
+                assert await rig.dies(name, 0) is not None
+            await t.begin(1)
+            assert rig.causes == []
+            assert await rig.dies("trainer 1", 1, killed) is None
+
+    run(tmp_path / "run", scenario, restarts=1)
+    outcome = read_outcome(RunFolder(tmp_path / "run").exit(1))
+    assert (outcome.reason, outcome.next) == ("out of memory", "stop")
+    assert outcome.cause == f"trainer 1 {killed}; the trainer had been started again 1 times (control.restarts)"
 
 
 def test_a_rank_that_falls_silent_has_all_of_them_end(tmp_path):

@@ -73,6 +73,22 @@ def test_a_run_goes_on_after_a_preemption_and_after_the_loss_of_each_node(tmp_pa
 
 
 @pytest.mark.deadline(900)
+@pytest.mark.parametrize("blow", ["kill-node", "cut"])
+def test_a_lost_node_of_several_that_train_is_named(tmp_path, nodes, blow):
+    """The ranks on the others fail first, or wait for it, and nothing begins again here."""
+    settings = (*LASTING, "control.restarts=0", "train.tensor_parallel=1")
+    with submitted(tmp_path / "run", nodes, *settings, train_nodes=2) as run:
+        wait_for_steps(run, 1)
+        _, trainer, _ = run.hosts()
+        lab_cluster.to_node(blow, trainer)
+        ended = run.ended()
+        assert said(ended) == ("failed", "node failure", "stop")
+        assert ended.host == trainer
+        assert ended.cause.startswith(f"agent 1 on {trainer} was silent for 15 s")
+        run.is_clean(dead=1 if blow == "kill-node" else None)
+
+
+@pytest.mark.deadline(900)
 @pytest.mark.parametrize("blow", ["cut", "cancel", "kill"])
 def test_a_sampler_of_two_workers_leaves_nothing_behind(tmp_path, nodes, blow):
     """It has rings in shared memory and sockets, which it cannot remove itself where it is killed."""
