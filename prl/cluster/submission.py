@@ -24,7 +24,8 @@ from prl.config.schema import Config
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import publish
 
-SLURM_POLL_S = 5.0  # between two questions about a job's state
+SLURM_POLL_S = 30.0  # between two questions about a job's state
+ENDING_POLL_S = 5.0  # the same once its exit.json is there: it is about to end
 SLURM_SILENCE_S = 600.0  # that Slurm may give no answer (a controller restarts, say) before nobody waits for it any more
 
 
@@ -41,7 +42,7 @@ class Submission:
     ask: Callable[[str], str | None] = job_state  # Slurm, for a job's state
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
-    _next_question: float = 0.0  # to Slurm, on the clock
+    _asked: float = float("-inf")  # when Slurm was asked last, on the clock
     _silent_since: float | None = None
 
     @property
@@ -50,15 +51,15 @@ class Submission:
         return str(self.job.job_id)
 
     def ended(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` seconds for the job's end; whether it has ended. Asks Slurm every few seconds at most. Raises
-        SubmissionError once Slurm has given no answer for SLURM_SILENCE_S; the job goes on then."""
+        """Wait up to `wait_s` seconds for the job's end; whether it has ended. Slurm is asked seldom until the attempt
+        says itself that it ends. Raises SubmissionError once Slurm was silent for SLURM_SILENCE_S; the job goes on then."""
         if self.kind == "local":
             return _wait_process(self._process, wait_s)
         self.sleep(wait_s)
         now = self.clock()
-        if now < self._next_question:
+        if now - self._asked < (ENDING_POLL_S if self.run.exit(self.attempt).exists() else SLURM_POLL_S):
             return False
-        self._next_question = now + SLURM_POLL_S
+        self._asked = now
         try:
             state = self.ask(self.job_id)
         except SlurmOutputError as error:
