@@ -39,6 +39,7 @@ class PreflightDesk:
         self._changed = Bell()  # for the calls that are held: few rings, as there may be a thousand
         bell.on_ring(lambda: self._changed.ring() if causes else None)
         self._asked: set[int] = set()  # nodes that have heard what is asked of them
+        self._all_asked: float | None = None  # when the last of them came, in seconds since the epoch
         self._facts: dict[int, NodeFacts] = {}
         self._ports: dict[int, int] = {}
         self._links: dict[int, Link] = {}
@@ -107,6 +108,7 @@ class PreflightDesk:
 
     def _publish(self, findings: Sequence[Finding], storage: Storage | None, took_s: float) -> None:
         content = {
+            "all_joined": self._all_asked,
             "took_s": took_s,
             "nodes": {self._names[node]: asdict(facts) for node, facts in sorted(self._facts.items())},
             "storage": None if storage is None else asdict(storage),
@@ -132,6 +134,8 @@ class PreflightDesk:
         if not self._options.enabled:
             return {"wanted": None}
         self._asked.add(member.index)
+        if self._all_asked is None and len(self._asked) == len(self._names):
+            self._all_asked = time.time()
         wanted = {
             "visible_s": self._options.visible_s,
             "devices": self._config.cluster.gpus_per_node > 0,

@@ -5,7 +5,7 @@ import statistics
 import subprocess
 
 import pytest
-from whole_runs import ROOT, command, outcome, steps_of, submit, wait_until
+from whole_runs import ROOT, command, learned, outcome, steps_of, submit, wait_until
 
 from prl.report.audit import audit, render
 from prl.runfolder.paths import RunFolder
@@ -95,6 +95,20 @@ def test_a_homogeneous_job_does_everything(tmp_path, nodes):
     assert job["kind"] == "plain"
     assert sacct(job["job_id"]) == {job["job_id"]: ("COMPLETED", nodes)}
     assert ended.exit["steps"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.deadline(1800)
+@pytest.mark.parametrize("mode", ["het", "plain"])
+def test_jobs_reach_the_accuracy_of_the_local_run(tmp_path, quickstart, mode):
+    """All of them end when the held-out reward has been 0.9 twice."""
+    where = ["--nodes", "3", "--follow", "--set", f"cluster.mode={mode}"]
+    ended = submit(tmp_path / "run", "configs/quickstart.yaml", *where, deadline_s=1200)
+    assert (ended.code, quickstart.code) == (0, 0), ended.logs()
+    kind = json.loads(ended.folder.submission(1).read_text())["kind"]
+    assert (kind, json.loads(quickstart.folder.submission(1).read_text())["kind"]) == (mode, "local")
+    assert learned(ended), ended.held_out()
+    assert learned(quickstart), quickstart.held_out()
 
 
 @pytest.fixture
