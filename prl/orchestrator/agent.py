@@ -253,6 +253,8 @@ async def _ask_why(orchestrator: Orchestrator, why: Callable[[], Reason | None])
     except ProgramError as error:
         orchestrator.cancel(f"cancelled by SIGTERM, and Slurm does not say why: {error}")
         return
+    if reason == "requeued" and orchestrator.misses_node:
+        reason = "node failure"  # after which Slurm has queued the job again, and forgotten why
     if reason is None:
         await orchestrator.blame_lost_agent("cancelled by SIGTERM")
     elif reason == "cancelled":

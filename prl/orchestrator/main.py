@@ -151,6 +151,11 @@ class Orchestrator:
         Somebody finds out why, and then calls `cancel` or `leave`."""
         self._leaving, self._explained = True, False
 
+    @property
+    def misses_node(self) -> bool:
+        """Whether some node's agent was silent for long."""
+        return bool(self._server.silent(self._config.control.lost_after_s / 2, "agent"))
+
     async def blame_lost_agent(self, otherwise: str) -> None:
         """The batch system ends the step of a job that goes on. Where a node's agent is gone, that is why; else somebody has
         asked for the end, in these words."""

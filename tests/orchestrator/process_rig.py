@@ -21,6 +21,7 @@ from prl.streams.ledger import ledger_events, read_ledger
 
 FACTS = {"problems": {"digits": 50}, "evaluation": {"digits": 5}}
 ROLES = ("actor", "verifier", "preprocess", "trainer")
+NODES = tuple({"name": f"n{k + 1}", "address": "127.0.0.1", "component": k} for k in (0, 1))
 CHILDREN = tuple(ChildPlan(role, index, index, (), {}) for role in ROLES for index in (0, 1))
 
 
@@ -42,7 +43,7 @@ class Rig:
     async def __aenter__(self):
         self.token = create_token(self.run.token)
         start = find_start(self.run, self.config)
-        self.orchestrator = Orchestrator(self.run, self.config, Plan(1, (), CHILDREN, 1), start, self.token)
+        self.orchestrator = Orchestrator(self.run, self.config, Plan(1, NODES, CHILDREN, 1), start, self.token)
         self.causes = self.orchestrator._causes.found
         self.url = await self.orchestrator.serve("127.0.0.1")
         self.stack = AsyncExitStack()

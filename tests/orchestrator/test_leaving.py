@@ -7,6 +7,7 @@ from process_rig import Rig, run
 
 from prl.flow.events import to_rows
 from prl.orchestrator import main
+from prl.orchestrator.agent import _ask_why
 from prl.runfolder.outcome import read_outcome
 
 WARNED = "warned by SIGUSR1: the time limit is near"
@@ -121,3 +122,49 @@ def test_where_slurm_ends_the_step_of_a_job_that_goes_on_an_agent_that_is_gone_i
     else:
         assert ended.cause == "cancelled by SIGTERM"
     assert (ended.outcome, ended.reason) == (("failed", "error") if gone else ("cancelled", "cancelled"))
+
+
+@pytest.mark.parametrize(("gone", "reason"), [(False, "requeued"), (True, "node failure")])
+def test_where_slurm_has_queued_the_job_again_a_silent_node_is_why(tmp_path, gone, reason):
+    async def scenario(rig):
+        for agent in rig.agents:
+            await agent.join({})
+        if gone:
+            rig.agents[1]._heartbeat.cancel()
+            await asyncio.sleep(3.0)
+        rig.orchestrator._work.rollouts.open = False
+        rig.orchestrator.terminated.set()
+        await _ask_why(rig.orchestrator, lambda: "requeued")
+
+    run(tmp_path / "run", scenario, lost_after_s=5)
+    ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
+    assert (ended.reason, ended.cause) == (reason, f"Slurm ends the job with SIGTERM: {reason}")
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_agent_that_is_late_when_a_process_fails_is_heard_again_or_its_node_is_the_cause(tmp_path, lost):
+    async def scenario(rig):
+        for agent in rig.agents:
+            await agent.join({})
+        rig.agents[1]._heartbeat.cancel()
+        watching = asyncio.create_task(rig.orchestrator._processes.watch_silence())
+        words = {"error": "RuntimeError: connection closed by peer", "traceback": "its traceback"}
+        await rig.clients["trainer 0"].call("fail", words, deadline_s=5, reason="test")
+        ending = asyncio.create_task(rig.orchestrator._end())
+        await asyncio.sleep(1.5)
+        assert not rig.orchestrator._server.stopping
+        if not lost:
+            await rig.agents[1].join({})
+        await asyncio.sleep(0.5 if not lost else 4.0)
+        for agent in rig.agents:
+            await agent.call("node_done", {}, deadline_s=5, reason="test")
+        await ending
+        watching.cancel()
+
+    run(tmp_path / "run", scenario, restarts=0, lost_after_s=4)
+    ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
+    if lost:
+        assert (ended.reason, ended.host) == ("node failure", "n2")
+        assert ended.cause.startswith("agent 1 on ")
+    else:
+        assert (ended.reason, ended.cause) == ("error", "trainer 0: RuntimeError: connection closed by peer")
