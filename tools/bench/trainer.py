@@ -7,8 +7,10 @@ step      a whole RL step (step file read to weights gathered, digest taken) to 
 packing   tokens of sequences packed by prl to the same ones padded for plain Megatron layers: log-normal lengths in
           micro-batches of 8 (as they come), and 512 of 10 tokens each
 head      both passes with the output layer in chunks, by prl's function and by torch's checkpointing of each, to whole logits
-memory    most bytes of tensors at one time in a first step in chunks and with whole logits to those of one without an output
-          layer, at 1/16 of 32k tokens x 150k vocabulary in each direction; counted, so that each run gives the same
+memory    most bytes of tensors at one time in both passes with the output layer in chunks, and with whole logits, to those
+          without an output layer, at 1/16 of 32k tokens x 150k vocabulary in each direction; counted, so that each run gives
+          the same. Weights, gradients and activations (recomputed) are there, an optimizer's state is not: beside that, whole
+          logits would look small
 resume    loading a checkpoint of about 1 GB into a new engine, first, to loading its files, which is to read all of their bytes
           into new tensors (the kernel's making of their pages is a part of it), and second, to torch.load of as many tensors of
           the same sizes from one file; warm from the kernel's memory, cold from the disk
@@ -221,28 +223,26 @@ def head() -> None:
 def memory() -> None:
     batch = microbatch(lognormal_lengths(MEMORY_TOKENS, 512), WIDE.config.vocabulary)
 
-    def chunks(engine: Engine) -> None:
-        train_step(engine, [batch], facts_of(batch, 1))
-
     def whole(engine: Engine) -> None:
         own = to_device(batch, 1)
         engine.chunks[0].zero_grad_buffer()
         logp = whole_logits(engine.chunks[0], own).log_softmax(-1)
         logp.gather(-1, own.targets[:, None]).sum().backward()
-        optimizer_step(engine, 1)
 
     def none(engine: Engine) -> None:
         engine.chunks[0].zero_grad_buffer()
         hidden_states(engine.chunks[0], to_device(batch, 1)).sum().backward()
-        optimizer_step(engine, 1)
 
     peaks_mib = []
-    for step in (none, chunks, whole):
+    for passes in (none, lambda engine: both_passes(engine, batch), whole):
         with LiveBytes() as live:
-            step(engine_of(WIDE, replace(OPTIONS, recompute="full", head_chunk_mib=1)))
+            engine = engine_of(WIDE, replace(OPTIONS, recompute="full", head_chunk_mib=1))
+            live.peak = live.now  # of the passes, not of loading
+            passes(engine)
         peaks_mib.append(live.peak / 2**20)
-    for name, peak_mib in zip(("chunks", "whole logits"), peaks_mib[1:], strict=True):
-        show(f"memory, {name}", peak_mib / peaks_mib[0], f"{peak_mib:.0f} to {peaks_mib[0]:.0f} MiB, {MEMORY_TOKENS} tokens")
+    own_mib, chunks_mib, whole_mib = peaks_mib
+    mib = f"{chunks_mib:.0f} and {whole_mib:.0f} to {own_mib:.0f} MiB"
+    show("memory with chunks", chunks_mib / own_mib, f"whole logits {whole_mib / own_mib:.2f}; {mib}, {MEMORY_TOKENS} tokens")
 
 
 def resume() -> None:
