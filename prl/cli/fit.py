@@ -31,7 +31,7 @@ def show_plan(config: Config, split: Split, folder: RunFolder, attempt: int) -> 
     print(f"run {config.run.name} in {folder}\n{split.describe()}")
     model = model_of(config)
     if model is not None and not any(layout_problems(config.train, model)):
-        sent = gathered_bytes(config, model), kept_bytes(config, model)
+        sent = gathered_bytes(config, model), kept_bytes(config, model, split.world_size)
         print(describe_memory(model, config.train, split.world_size, microbatch_tokens(config), *sent))
         saved = saved_on_a_node(model, config.train, split.world_size, _ranks_of_a_node(split))
         print(f"  a checkpoint is written from a copy of up to {size_in_words(saved)} in the memory of a node")
@@ -56,7 +56,7 @@ def check_memory(config: Config, split: Split) -> None:
     model, room_gib, gpus = model_of(config), config.cluster.gpu_memory_gib, config.cluster.gpus_per_node
     if model is None:
         return
-    sent = gathered_bytes(config, model), kept_bytes(config, model)
+    sent = gathered_bytes(config, model), kept_bytes(config, model, split.world_size)
     _, memory = fullest_rank(model, config.train, split.world_size, microbatch_tokens(config), *sent)
     if room_gib is None and gpus:
         console.tell(

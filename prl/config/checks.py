@@ -142,8 +142,9 @@ def _parts(config: Config) -> Iterator[str]:
         yield (
             "streams.keep = all: Redis keeps no rollout that is done with; set streams.backend: folder, or streams.keep: needed"
         )
-    if config.weights.staging == "chunked" and (config.weights.delta or sample.quantization != "none"):
-        key = "weights.delta = true" if config.weights.delta else f"sample.quantization = {sample.quantization}"
+    whole_deltas = config.weights.delta and config.weights.transport == "gather"
+    if config.weights.staging == "chunked" and (whole_deltas or sample.quantization != "none"):
+        key = "weights.delta = true" if whole_deltas else f"sample.quantization = {sample.quantization}"
         yield f"weights.staging = chunked: {key} keeps or needs a whole version beside the live one; give up one of the two"
     if config.weights.staging == "chunked":
         for key in ("request_s", "rollout_s"):
@@ -153,8 +154,11 @@ def _parts(config: Config) -> Iterator[str]:
                     f"weights.group_s + weights.update_s = {config.weights.stillness_s} s before they hand back what they were "
                     f"asked; set more than that, or lower those"
                 )
-    if config.weights.delta and config.weights.transport == "lanes":
-        yield ("weights.delta = true: lanes send all values of each version; set weights.transport: gather, or false here")
+    if config.weights.delta and config.weights.transport == "lanes" and sample.quantization != "none":
+        yield (
+            f"weights.delta = true: what samplers quantise (sample.quantization = {sample.quantization}) cannot be read back, "
+            f"for lanes to send what differs from it; set weights.transport: gather, or false here"
+        )
     if control.lost_after_s <= control.heartbeat_s:
         yield (
             f"control.lost_after_s = {control.lost_after_s}: every process would count as lost between two heartbeats "

@@ -84,7 +84,7 @@ def estimate_memory_bytes(config: Config, model: ModelConfig) -> int:
         ranks * _TRAINER_BYTES
         + ranks // stages * sum(trained)
         + saved_on_a_node(model, config.train, ranks, ranks)
-        + kept_bytes(config, model)
+        + (ranks if config.weights.transport == "lanes" else 1) * kept_bytes(config, model, ranks)
         + parameters * _LOADING_BYTES
         # weights twice: those in use and the version that arrives, unless it is written over them
         + replicas

@@ -94,7 +94,8 @@ def rank_memory(
     model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, stage: int, sent_bytes: int = 0, kept_bytes: int = 0
 ) -> RankMemory:
     """Of a rank of pipeline stage `stage`, of `ranks` in all, whose micro-batches have up to `tokens` tokens. A rank of the
-    first stage gathers the whole model, `sent_bytes`, for the samplers, and the first one keeps `kept_bytes` of it."""
+    first stage gathers the whole model, `sent_bytes`, for the samplers, and the first one keeps `kept_bytes` of it; where none
+    is gathered, each rank keeps so many."""
     layout = layout_of(train)
     held, new, trained = _all_parameters(model, train, layout, stage)
     each = _FLOAT32 if train.dtype == "float32" else 2
@@ -116,7 +117,7 @@ def rank_memory(
         activations=(_activations(model, train, layout, own_tokens, stage) + merged) * each,
         logits=last * 3 * min(train.head_chunk_mib * 2**20, own_tokens * columns * _FLOAT32),
         sending=sent_bytes if stage == 0 else 0,
-        sent_before=kept_bytes if stage == 0 else 0,
+        sent_before=kept_bytes if stage == 0 or not sent_bytes else 0,
         on_the_host=(shared + experts) * (state + _FLOAT32) if train.optimizer_offload else 0,
     )
 
@@ -186,9 +187,12 @@ def gathered_bytes(config: Config, model: ModelConfig) -> int:
     return _version_bytes(config, model)
 
 
-def kept_bytes(config: Config, model: ModelConfig) -> int:
-    """Of the copy of what was sent to the samplers last; nothing where no deltas are sent."""
-    return _version_bytes(config, model) if _tells_deltas(config) else 0
+def kept_bytes(config: Config, model: ModelConfig, ranks: int) -> int:
+    """Of the copy of what was sent to the samplers last, on a rank that keeps one; nothing where no deltas are sent."""
+    if not config.weights.delta or config.weights.transport == "filesystem":
+        return 0
+    version = _version_bytes(config, model)
+    return -(-version // ranks) if config.weights.transport == "lanes" else version
 
 
 def describe_memory(
@@ -221,7 +225,8 @@ def describe_weights(model: ModelConfig, config: Config) -> str:
             )
         case "gather":
             staged = version
-    more = "more at all times" if _tells_deltas(config) else "more while one arrives"
+    keeps = config.weights.delta and config.weights.transport == "gather"
+    more = "more at all times" if keeps else "more while one arrives"
     held = f"a sampler's worker holds {size_in_words(staged)} {more}"
     if config.weights.staging == "chunked":
         held = "samplers stand still while it is written over the last one, bucket by bucket"
@@ -230,10 +235,6 @@ def describe_weights(model: ModelConfig, config: Config) -> str:
         f"weights/ in the run\n    folder needs up to {size_in_words(2 * version)} of disk {when}, and whoever "
         f"writes {size_in_words(min(version, _GIB))} of the host's memory{otherwise}"
     )
-
-
-def _tells_deltas(config: Config) -> bool:
-    return config.weights.delta and config.weights.transport == "gather"
 
 
 def _version_bytes(config: Config, model: ModelConfig) -> int:

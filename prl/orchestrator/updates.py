@@ -122,7 +122,7 @@ class WeightUpdater:
                 update = Update(version, membership.epoch, group, time.monotonic(), *what)
                 self._update = update
                 self._changed.ring()  # whoever seeds a sampler gives that up
-                held = None if transport != "gather" or self._connected_epoch != update.epoch else self._held
+                held = None if update.by_files or self._connected_epoch != update.epoch else self._held
                 self._held = None  # until this version is committed
                 armed = (update.by_files or await self._arm(update, body)) and version.lineage > self._left
                 if armed:
@@ -328,7 +328,7 @@ class WeightUpdater:
         if not answers or update.digest is None:
             return  # all of them are gone
         self._desk.admitted(list(answers))
-        whole = len(answers) == len(update.replicas) and update.transport == "gather"  # else nobody gets all of it
+        whole = len(answers) == len(update.replicas) and not update.by_files  # whose readers have left the group
         self._held = update.digest if whole else None
         now = time.monotonic()
         values = {

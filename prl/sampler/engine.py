@@ -19,7 +19,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,9 @@ from prl.weights import digest
 from prl.weights.agreement import Facts, check_agreement, facts
 from prl.weights.folder import Slab, VersionReader, write_pieces
 from prl.weights.group import TransportError
-from prl.weights.lanes import Route, Staging
+from prl.weights.lane_deltas import LegDigests
 from prl.weights.plan import TensorSpec, from_json
+from prl.weights.shipments import Route
 from prl.weights.transport import SamplerEnd, Whole, libraries
 
 SHUTDOWN_S = 2.0  # that the transfer group has to end before the process does
@@ -105,6 +106,7 @@ class Staged:
     share: bool  # the digest is of what this worker counts; those of all workers add up to the version's
     told: int  # the digest that the orchestrator compares
     whole: Whole | None = None  # with weights.delta: all of it, where it came over the group
+    legs: LegDigests = field(default_factory=dict)  # by lanes
 
 
 class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ignore[misc]
@@ -123,6 +125,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         self._staged: Staged | None = None
         # With weights.delta: what the group brought last; the next version may be a delta to it.
         self._held: Whole | None = None
+        self._live_legs: LegDigests = {}  # by lanes: of the live version, while it is whole
         self._staging = 0  # number of the newest thing to be staged; whatever else still arrives is nobody's
         self._lock = threading.Lock()  # of that number, for who does what the newest alone may do
         self._live = LiveWeights("nothing was stored yet")
@@ -142,7 +145,8 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         if route is not None:
             parts = self._place(list(route.plan.tensors))
             check_parts(route, self.parallel_config.rank, parts)
-            self._live_staging(route, parts)  # refused now, if at all
+            if self._chunked or route.deltas:
+                live_staging(route, self.parallel_config.rank, parts)  # refused now, if at all
         self._begin_staging()
         self._held = None
         if self._link is not None:
@@ -174,10 +178,10 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             raise ValueError(f"receive in epoch {update_info.epoch}, but this sampler {connected}")
         specs = from_json(update_info.tensors)
         parts = self._place(specs)
-        held = self._held
+        held, legs = self._held, self._live_legs
         staging = self._begin_staging()
         self._held = None  # used up by this version
-        link.do(lambda: self._receive(link, staging, update_info, specs, parts, held))
+        link.do(lambda: self._receive(link, staging, update_info, specs, parts, held, legs))
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
@@ -242,10 +246,12 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         staged, self._staged = self._staged, None
         placed = [(part, shard) for part, shard in zip(staged.parts, staged.shards, strict=True) if isinstance(part, Placement)]
         if self._chunked:
+            self._live_legs = staged.legs
             return digest.total(part.digest_of(part.live) for part, _ in placed if part.counted), True
         for part, shard in placed:
             if not _same_bits(part.live, shard):
                 raise ValueError(f"{part.spec.name}: the live copy differs from what was received")
+        self._live_legs = staged.legs
         return staged.digest, staged.share
 
     # What threads do.
@@ -253,7 +259,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
     def _begin_staging(self) -> int:
         with self._lock:  # who writes over the live version ends with the tensor that it is at
             self._staging += 1
-            self._staged = None
+            self._staged, self._live_legs = None, {}
         self._live.end("another version arrives")
         return self._staging
 
@@ -265,6 +271,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         specs: list[TensorSpec],
         parts: list[Part],
         held: Whole | None,
+        legs: LegDigests,
     ) -> None:
         """In the link's thread."""
         options = self._child.config.weights
@@ -274,9 +281,9 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             if link.end is None:
                 raise TransportError(f"no group for version {version}: {link.no_group}")
             if isinstance(link.end, LaneEnd):
-                live = self._live_staging(link.end.route, parts)
-                got = link.end.receive(parts, options.update_s, live, partial(self._writing, staging))
-                return Staged(version, got.shards, parts, got.counted, share=True, told=got.digest)
+                writing = partial(self._writing, staging) if self._chunked else None
+                got = link.end.receive(parts, options.update_s, writing, legs)
+                return Staged(version, got.shards, parts, got.counted, share=True, told=got.digest, legs=got.legs)
             if self._chunked:
                 arriving = link.end.arriving(specs, info.bucket_bytes, options.update_s)
                 total = self._write(staging, arriving, parts)
@@ -394,10 +401,6 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
     @property
     def _chunked(self) -> bool:
         return self._child.config.weights.staging == "chunked"
-
-    def _live_staging(self, route: Route, parts: list[Part]) -> Staging | None:
-        """None where a version is staged beside the live one. Raises ValueError where it would have to be."""
-        return live_staging(route, self.parallel_config.rank, parts) if self._chunked else None
 
     @property
     def _dtype(self) -> str:

@@ -14,9 +14,12 @@ from prl.sampler.placement import Part, Placement
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
 from prl.weights.digest import MODULUS
-from prl.weights.lanes import LaneReceiver, Route, Staging, Writing
+from prl.weights.lane_deltas import Base, LegDigests, leg_digests
+from prl.weights.lanes import LaneReceiver, Writing
+from prl.weights.legs import version_digest
 from prl.weights.plan import Tile
 from prl.weights.shards import Shard, sampler_shards
+from prl.weights.shipments import Route, Staging
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def route_of(child: Child, trainer_ranks: int, dtype: str) -> Route:
     config, model = child.config, read_model_config(child.model)
     workers = config.sample.tensor_parallel
     plan = compile_plan(model, layout_of(config.train), trainer_ranks, workers, dtype)
-    return Route(plan, sampler_shards(model, workers), config.weights.bucket_mib * 2**20)
+    return Route(plan, sampler_shards(model, workers), config.weights.bucket_mib * 2**20, config.weights.delta)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Received:
     shards: list[torch.Tensor]  # one for each part
     digest: int  # of all that this worker was sent
     counted: int  # of what it adds to the version's digest
+    legs: LegDigests
 
 
 class LaneEnd:
@@ -75,18 +79,20 @@ class LaneEnd:
         self._receiver = LaneReceiver(route, crew, *place, group_s=group_s, device=device, left=left)
         self._staging: Staging | None = None
 
-    def receive(self, parts: Sequence[Part], update_s: float, live: Staging | None, writing: Writing) -> Received:
-        """The next version, in the place of the last one received; over the live one, where that is given, within the context
-        of `writing`. Raises TransportError."""
+    def receive(self, parts: Sequence[Part], update_s: float, writing: Writing | None, held: LegDigests) -> Received:
+        """The next version, in the place of the last one received; with `writing` over the live one, within its context.
+        `held`: the digests of the live one's legs, where it came over these lanes. Raises TransportError, DeltaError."""
         plan = self.route.plan
-        staging = live or self._staging
+        live = live_staging(self.route, self._worker, parts) if writing or self.route.deltas else None
+        staging = live if writing else self._staging
         if staging is None:
             staging = self._staging = Staging(plan, self.route.shards[self._worker], self._device)
-        report = self._receiver.receive(staging, update_s, writing if live else None)
+        base = Base(held, live) if live and held else None
+        report = self._receiver.receive(staging, update_s, writing, base)
         staged = {plan.tensors[tensor].name: shard for tensor, shard in staging.tensors.items()}
         shards = [_shard(staged, part, self._device) for part in parts]
-        digests = sum(leg.digest for leg in report.legs), sum(leg.counted for leg in report.legs)
-        return Received(shards, *(value % MODULUS for value in digests))
+        whole = sum(leg.digest for leg in report.legs) % MODULUS
+        return Received(shards, whole, version_digest(report.legs), leg_digests(report.legs))
 
     def close(self) -> None:
         self._receiver.close()
@@ -121,12 +127,16 @@ def live_staging(route: Route, worker: int, parts: Sequence[Part]) -> Staging:
     for part in parts:
         number = numbers[part.spec.name]
         if part.size and number not in tensors:
-            assert isinstance(part, Placement)
+            if not isinstance(part, Placement):
+                raise ValueError(f"{part.spec.name} cannot be read back, for a delta to it: set weights.delta: false")
             tile = shards[number].tile
             try:
                 tensors[number] = part.live.view(tile.rows, tile.columns)
             except RuntimeError:
-                words = f"{part.spec.name} lies in tiles, which no bucket can be written over: set weights.staging: full"
+                words = (
+                    f"{part.spec.name} lies in tiles, which no bucket can be written over nor a delta be applied to: set "
+                    f"weights.staging: full and weights.delta: false"
+                )
                 raise ValueError(words) from None
     return Staging(route.plan, route.shards[worker], tensors=tensors)
 

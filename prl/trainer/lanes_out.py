@@ -21,10 +21,12 @@ from prl.trainer.parallel import Channel
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
 from prl.weights.group import TransportError
-from prl.weights.lanes import LaneSender, LegReport, Route, View
+from prl.weights.lanes import LaneSender
+from prl.weights.legs import LegReport, version_digest
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import LanePlan, Tile
 from prl.weights.shards import Held, sampler_shards, trainer_shards
+from prl.weights.shipments import Route, View
 
 
 @dataclass(frozen=True)
@@ -59,33 +61,40 @@ class LanesOut:
         layout = layout_of(engine.options)
         plan = compile_plan(engine.config, layout, ranks, workers, dtype)
         self.plan = plan
-        self._route = Route(plan, sampler_shards(engine.config, workers), options.bucket_mib * 2**20)
+        self._route = Route(plan, sampler_shards(engine.config, workers), options.bucket_mib * 2**20, options.delta)
         self._parameters: Mapping[str, Tensor] = named_parameters(engine.chunks)
         self._held = _by_tensor(trainer_shards(engine.config, layout, ranks)[rank], self._parameters, rank)
         self._rank = rank
         self._options = options
         self._sender: LaneSender | None = None
+        self._sent_digest: int | None = None  # of the version that all have sent last, in these groups
         self._epoch = -1
         self._left = threading.Event()
         if rank == 0:
             say(f"prl: {_in_words(plan)}")
 
-    def send(self, channel: Channel, epoch: int, samplers: Sequence[int], address: str, port: int) -> list[Part]:
+    def send(
+        self, channel: Channel, epoch: int, samplers: Sequence[int], address: str, port: int, held: int | None = None
+    ) -> list[Part]:
         """All trainer ranks at once, to these replicas, in the groups of this epoch, which are built where they are new, by the
         store at `address` and `port`. Blocks until all have sent their part or have failed to, each within its deadlines; gives
-        what each says of it, to each. Where one has failed all leave the groups."""
+        what each says of it, to each. Where one has failed all leave the groups. With weights.delta only what differs from the
+        version before goes, where `held` is the digest of that one: what all workers hold."""
         crew = Crew(epoch, self.plan.trainer_ranks, tuple(samplers), self.plan.lanes)
         try:
             self._join(crew, address, port)
             assert self._sender is not None
+            last, self._sent_digest = self._sent_digest, None
             with torch.no_grad():
-                report = self._sender.send(self._source(), self._options.update_s)
+                report = self._sender.send(self._source(), self._options.update_s, held=held is not None and held == last)
             part = Part(report.legs, report.transfer_s)
         except TransportError as error:
             part = Part(error=str(error), missing=error.missing)
         parts = [Part.from_json(row) for row in channel.gather(asdict(part))]
         if failures(parts):
             self.close()
+        else:
+            self._sent_digest = version_digest(leg for one in parts for leg in one.legs)
         return parts
 
     def leave(self, epoch: int) -> None:
@@ -108,7 +117,7 @@ class LanesOut:
 
     def close(self) -> None:
         """Leave the groups, if there are any."""
-        sender, self._sender = self._sender, None
+        sender, self._sender, self._sent_digest = self._sender, None, None
         if sender is not None:
             sender.close()
 

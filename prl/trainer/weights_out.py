@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from prl.trainer.parallel import Channel, shares_weights
 from prl.weights.agreement import Facts, facts
 from prl.weights.folder import write_version
 from prl.weights.group import TransportError
-from prl.weights.lanes import lane_digests, version_digest
+from prl.weights.legs import changed_share, lane_digests, version_digest
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, to_json
 from prl.weights.transport import SendReport, TrainerEnd, libraries
@@ -147,21 +148,28 @@ class WeightsOut:
     def _send_lanes(self, step: int, order: Mapping[str, Any]) -> bool:
         """All ranks at once. Whether all have sent their part; false where it failed, and then everyone has left."""
         assert self._lanes is not None
-        epoch, client = int(order["epoch"]), self._client
+        client, which = self._client, self._which(step, order)
         where = order["master_address"], int(order["master_port"])
+        send = partial(self._lanes.send, self._channel, which["epoch"], order["samplers"], *where, self._held(step, order))
         if client is None:
-            return not failures(self._lanes.send(self._channel, epoch, order["samplers"], *where))
-        which = self._which(step, order)
-        client.progress(f"sending version {step}")
-        with _watched(client, which, self._lanes.leave):
-            parts = self._lanes.send(self._channel, epoch, order["samplers"], *where)
+            parts = send()
+        else:
+            client.progress(f"sending version {step}")
+            with _watched(client, which, self._lanes.leave):
+                parts = send()
         failed = failures(parts)
         if failed:
-            self._unsent(client, which, *failed[0])
+            if client is not None:
+                self._unsent(client, which, *failed[0])
             return False
-        self._epoch = epoch
         legs = [leg for part in parts for leg in part.legs]
-        report = SendReport(sum(leg.bytes for leg in legs), max(part.transfer_s for part in parts), version_digest(legs))
+        sent = sum(leg.bytes for leg in legs), max(part.transfer_s for part in parts), version_digest(legs)
+        report = SendReport(*sent, changed_share(legs))
+        if report.changed_share is None:
+            self._anchor = step
+        if client is None:
+            return True
+        self._epoch = which["epoch"]
         self._sent(client, which, report, lanes=[str(digest) for _, digest in sorted(lane_digests(legs).items())])
         return True
 
@@ -172,8 +180,7 @@ class WeightsOut:
             return True
         which, by_files = self._which(step, order), order["transport"] == "filesystem"
         client.progress(f"{'writing' if by_files else 'sending'} version {step}")
-        anchor_due = step - self._anchor >= self._options.anchor_every_steps
-        held = None if anchor_due or order["held"] is None else int(order["held"])
+        held = self._held(step, order)
         try:
             if by_files:
                 report = self._write(step, tensors)
@@ -186,6 +193,11 @@ class WeightsOut:
             self._anchor = step
         self._sent(client, which, report, gathered_bytes=sum(spec.bytes for spec in self._specs))
         return True
+
+    def _held(self, step: int, order: Mapping[str, Any]) -> int | None:
+        """The digest of the version that all workers hold, where its difference to this one may be sent."""
+        anchor_due = step - self._anchor >= self._options.anchor_every_steps
+        return None if anchor_due or order["held"] is None else int(order["held"])
 
     def _which(self, step: int, order: Mapping[str, Any]) -> dict[str, int]:
         return {"lineage": self._lineage, "step": step, "epoch": int(order["epoch"])}

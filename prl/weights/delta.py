@@ -87,6 +87,10 @@ class Message:
     header: Header
     body: Tensor  # uint8, 1-D
 
+    def parts(self) -> list[Tensor]:
+        """What goes over the wire, one after the other."""
+        return [self.header.to_tensor(self.body.device), *([self.body] if self.header.body_bytes else [])]
+
 
 class Outgoing:
     """A version that a sender tells a bucket after the other, in the same order each time, and keeps."""

@@ -29,9 +29,9 @@ class WeightsOptions:
     ] = 120.0
     delta: Annotated[
         bool,
-        "with gather: send only the values that changed since the version before. Costs the size of the whole model in "
-        "sample.dtype, on the accelerator where there is one: on the first trainer rank, which keeps a copy of what it sent, "
-        "and on every worker of the samplers, which keeps what it received at all times instead of during transfers alone",
+        "send only the values that changed since the version before. Costs a copy of what was sent, in sample.dtype, on the "
+        "accelerator where there is one: with lanes each trainer rank keeps its part; with gather the first one keeps all of "
+        "the model, and so does every worker of the samplers, at all times instead of during transfers alone",
     ] = False
     anchor_every_steps: Annotated[
         int,

@@ -103,7 +103,7 @@ class TrainerEnd:
             parts = [packed]
             if self._options.delta:
                 message = outgoing.message(packed, item_bytes(specs, bucket))
-                parts = [message.header.to_tensor(self._device), *([message.body] if message.header.body_bytes else [])]
+                parts = message.parts()
             for part in parts:
                 self._broadcast(part, f"bucket {number + 1} of {len(buckets)}", started + self._options.update_s)
                 sent_bytes += part.numel()

@@ -206,10 +206,13 @@ def test_a_redis_server_needs_an_address_and_its_password(good, redis, words):
     assert problem.startswith(words)
 
 
-def test_lanes_send_no_deltas(good):
-    (problem,) = problems(replace(good, weights={"transport": "lanes", "delta": True}))
-    assert problem.startswith("weights.delta = true: lanes send all values of each version")
-    assert check(replace(good, weights={"transport": "lanes"}), memory_bytes=16 * GIB) == []
+def test_lanes_send_deltas_to_what_can_be_read_back(good):
+    for staging in ("full", "chunked"):
+        deltas = replace(good, weights={"transport": "lanes", "delta": True, "staging": staging})
+        assert check(deltas, memory_bytes=16 * GIB) == []
+    quantized = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
+    (problem,) = problems(replace(good, weights={"transport": "lanes", "delta": True}, sample=quantized))
+    assert problem.startswith("weights.delta = true: what samplers quantise (sample.quantization = fp8_per_channel) cannot be")
 
 
 def test_what_needs_a_version_beside_the_live_one_is_not_written_over_it(good):

@@ -255,20 +255,23 @@ def test_the_first_of_the_ranks_that_hold_the_same_copies_it_for_a_checkpoint():
     assert found == [14 * held.all, *[14 * held.experts] * 3, 0, 0, 0, 0]
 
 
-def test_the_version_that_deltas_are_taken_from_is_kept_on_the_first_rank_at_all_times():
+def test_the_version_that_deltas_are_taken_from_is_kept_at_all_times_by_who_sends_it():
     count = 7_615_616_512
     options = train(dtype="bfloat16", pipeline_parallel=2)
     config = Config(train=options, sample=SampleOptions(dtype="bfloat16"))
-    assert kept_bytes(config, QWEN_7B) == 0
-    kept = kept_bytes(replace(config, weights=WeightsOptions(delta=True)), QWEN_7B)
+    assert kept_bytes(config, QWEN_7B, 2) == 0
+    kept = kept_bytes(replace(config, weights=WeightsOptions(delta=True)), QWEN_7B, 2)
     assert kept == 2 * count
     by_files = WeightsOptions(delta=True, transport="filesystem")  # which hold whole versions
-    assert kept_bytes(replace(config, weights=by_files), QWEN_7B) == 0
+    assert kept_bytes(replace(config, weights=by_files), QWEN_7B, 2) == 0
+    own = kept_bytes(replace(config, weights=WeightsOptions(delta=True, transport="lanes")), QWEN_7B, 2)
+    assert own == count  # each rank its own half
     assert gathered_bytes(config, QWEN_7B) == kept
     assert gathered_bytes(replace(config, weights=WeightsOptions(transport="lanes")), QWEN_7B) == 0
     for stage, more in ((0, kept), (1, 0)):
         without = rank_memory(QWEN_7B, options, 2, 1024, stage)
-        assert rank_memory(QWEN_7B, options, 2, 1024, stage, 0, kept).total == without.total + more
+        assert rank_memory(QWEN_7B, options, 2, 1024, stage, 1, kept).sent_before == more
+        assert rank_memory(QWEN_7B, options, 2, 1024, stage, 0, own).total == without.total + own
     assert "sent before 14.2 GiB" in describe_memory(QWEN_7B, options, 2, 1024, kept_bytes=kept)
 
 

@@ -45,7 +45,8 @@ class FaultyExtension(WorkerExtension):
 
     def forget_version(self) -> None:
         """Hold nothing that a delta could be applied to."""
-        self.weight_transfer_engine._held = None
+        engine = self.weight_transfer_engine
+        engine._held, engine._live_legs = None, {}
 
     def flip_next_delta(self) -> None:
         """Another bit arrives in the first value of the next bucket that is told by its difference."""

@@ -128,10 +128,12 @@ def follow(lab: Lab, send: Send, models: Sequence[Qwen2ForCausalLM], seed: int, 
 
 @contextmanager
 def by_transport(lab: Lab, transport: str) -> Iterator[Send]:
-    """How new versions come: whole, as deltas to the one before, or by lanes from two trainer ranks. In a group of its own."""
-    if transport == "lanes":
+    """How new versions come: whole, as deltas to the one before, or by lanes from two trainer ranks, there too as deltas where
+    it is asked for. In a group of its own, and each is committed."""
+    if transport in ("lanes", "deltas by lanes"):
         with lane_trainer(lab) as trainer:
-            yield trainer.send
+            sent = itertools.count()
+            yield lambda weights: trainer.send(weights, held=next(sent) > 0 and transport != "lanes")
         lab.connect()  # for whole ones again
         return
     lab.connect()

@@ -1,20 +1,25 @@
 """The trainer's end of the lanes: two tensor-parallel ranks, each in a thread of the test."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 from lab import HOST, TRAIN, Lab, Reply, Weights
 
 from prl.config.hf_config import read_model_config
 from prl.config.layout import layout_of
+from prl.config.load import load
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
 from prl.weights.digest import digest
-from prl.weights.lanes import LaneReport, LaneSender, Route, lane_digests, version_digest
+from prl.weights.group import TransportError
+from prl.weights.lanes import LaneSender
+from prl.weights.legs import LaneReport, lane_digests, version_digest
 from prl.weights.plan import to_json
 from prl.weights.shards import sampler_shards
+from prl.weights.shipments import Route
 
 RANKS = 2
 
@@ -22,7 +27,7 @@ RANKS = 2
 def route_to(lab: Lab) -> Route:
     model, workers = read_model_config(lab.folder.model), lab.joined["workers"]
     plan = compile_plan(model, layout_of(TRAIN), RANKS, workers, "float32")
-    return Route(plan, sampler_shards(model, workers), 2**20)
+    return Route(plan, sampler_shards(model, workers), 2**20, load(lab.folder.config).weights.delta)
 
 
 def meet(lab: Lab, plan: str, ranks: int = RANKS) -> Reply:
@@ -35,6 +40,7 @@ def meet(lab: Lab, plan: str, ranks: int = RANKS) -> Reply:
 class LaneTrainer:
     def __init__(self, lab: Lab, pool: ThreadPoolExecutor) -> None:
         self.lab, self.route, self._pool = lab, route_to(lab), pool
+        self._committed = False  # what came over these lanes last
         reply = meet(lab, self.route.plan.digest())
         assert reply.status == 200, reply
         crew = Crew(lab.epoch, RANKS, (0,), self.route.plan.lanes)
@@ -43,15 +49,33 @@ class LaneTrainer:
 
     def update(self, weights: Weights) -> list[LaneReport]:
         """Send a version and have it committed, as the orchestrator would."""
-        reports = self.send(weights)
+        reports = self.send(weights, held=self._committed)
         reply = self.lab.commit(digest(weights))
         assert reply.status == 200, reply
         assert reply.body["digest"] == str(digest(weights))  # of the live parameters
+        self._committed = True
         return reports
 
-    def send(self, weights: Weights) -> list[LaneReport]:
-        """Send the next version: each worker holds what its lane was sent."""
+    def send(self, weights: Weights, *, held: bool = False) -> list[LaneReport]:
+        """Send the next version: each worker holds what its lane was sent. `held`: the one before was committed; where the
+        sampler takes deltas, only what differs from that goes."""
+        reports, staged = self._sent(weights, held)
+        legs = [leg for report in reports for leg in report.legs]
+        assert {one["worker"]: one.get("digest") for one in staged} == {k: str(v) for k, v in lane_digests(legs).items()}
+        assert version_digest(legs) == digest(weights)
+        return reports
+
+    def refused(self, weights: Weights) -> Mapping[str, Any]:
+        """What the first worker says of a delta that it does not take."""
+        try:
+            _, staged = self._sent(weights, True)
+        except TransportError:  # it may have left before all was sent
+            staged = [self.lab.staged.get(timeout=30)]
+        return staged[0]
+
+    def _sent(self, weights: Weights, held: bool) -> tuple[list[LaneReport], list[Mapping[str, Any]]]:
         lab, plan = self.lab, self.route.plan
+        self._committed = False
         lab.step += 1
         order = {"lineage": 0, "step": lab.step, "epoch": lab.epoch, "tensors": to_json(plan.tensors), "bucket_bytes": 2**20}
         reply = lab.request("POST", "/prl/weights/receive", order)
@@ -61,12 +85,8 @@ class LaneTrainer:
         def source(tile):
             return matrices[tile.tensor][tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns]
 
-        reports = list(self._pool.map(lambda sender: sender.send(source, 30.0), self._senders))
-        legs = [leg for report in reports for leg in report.legs]
-        staged = [lab.staged.get(timeout=30) for _ in range(plan.lanes)]
-        assert {one["worker"]: one.get("digest") for one in staged} == {k: str(v) for k, v in lane_digests(legs).items()}
-        assert version_digest(legs) == digest(weights)
-        return reports
+        reports = list(self._pool.map(lambda sender: sender.send(source, 30.0, held=held), self._senders))
+        return reports, [lab.staged.get(timeout=30) for _ in range(plan.lanes)]
 
     def close(self) -> None:
         for sender in self._senders:

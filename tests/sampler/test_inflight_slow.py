@@ -69,9 +69,10 @@ def test_each_version_samples_what_hugging_face_does(engine, transport, clear_ca
 
 
 @kinds(ONE_TIED, TWO_TIED)
-def test_each_version_that_comes_as_a_delta_samples_what_hugging_face_does(engine):
+@pytest.mark.parametrize("transport", ["deltas", "deltas by lanes"])
+def test_each_version_that_comes_as_a_delta_samples_what_hugging_face_does(engine, transport):
     kind, lab = engine
-    with by_transport(lab, "deltas") as send:
+    with by_transport(lab, transport) as send:
         follow(lab, send, drifting_models(UPDATES + 1, **kind.like), 2, clear_cache=False)
 
 

@@ -18,9 +18,11 @@ from lane_trainer import lane_trainer, meet, route_to
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 from prl.runfolder.weights import folder_of
+from prl.weights.delta import HEADER_BYTES
 from prl.weights.digest import digest
 from prl.weights.group import TransportError
-from prl.weights.plan import TensorSpec, to_json
+from prl.weights.legs import changed_share
+from prl.weights.plan import TensorSpec, schedule, to_json
 from prl.weights.transport import spec_of
 
 PROMPT = [3, 1, 9, 4, 10]
@@ -477,7 +479,8 @@ def test_versions_that_come_by_lanes_serve_as_those_that_come_whole(lab, models)
         for model in models[:2]:
             reports = trainer.update(weights_of(model))
             labels[f"0:{lab.step}"] = model
-        assert sum(report.bytes for report in reports) == sum(spec.bytes for spec in trainer.route.plan.tensors)
+        headers = HEADER_BYTES * len(schedule(trainer.route.plan, trainer.route.bucket_bytes))
+        assert sum(report.bytes for report in reports) <= headers + sum(spec.bytes for spec in trainer.route.plan.tensors)
         assert all(report.bytes for report in reports)  # each root sends
         (answer,) = lab.ask(PROMPT, max_tokens=60, ignore_eos=True).result(60).body["answers"]
         assert answer["token_ids"] == whole["token_ids"]
@@ -488,6 +491,34 @@ def test_versions_that_come_by_lanes_serve_as_those_that_come_whole(lab, models)
         assert [span["version"] for span in stream.last["weight_versions"]] == list(labels)[-2:]
     lab.connect()
     lab.update(weights_of(models[1]))  # whole again
+
+
+def test_versions_that_come_as_deltas_by_lanes_are_what_the_trainer_has(lab, models):
+    """To the live version, which the trainer knows to be committed; each verified by the digest of the live parameters."""
+    weights = weights_of(models[0])
+    with lane_trainer(lab) as trainer:
+        whole = sum(report.bytes for report in trainer.update(weights))
+        for seed in (1, 2, 3):
+            weights = nudged(weights, seed)
+            reports = trainer.update(weights)
+            assert sum(report.bytes for report in reports) < 0.05 * whole
+            assert 0.01 < changed_share(leg for report in reports for leg in report.legs) < 0.03
+        trainer.send(nudged(weights, 4), held=True)  # and is not committed
+        reports = trainer.update(weights)  # so that all of the next one comes
+        assert sum(report.bytes for report in reports) == whole
+    lab.connect()
+
+
+def test_a_delta_by_lanes_to_what_is_not_live_is_refused_and_a_new_epoch_mends_it(lab, models):
+    weights = weights_of(models[0])
+    with lane_trainer(lab) as trainer:
+        trainer.update(weights)
+        assert lab.request("POST", "/collective_rpc", {"method": "forget_version"}).status == 200
+        report = trainer.refused(nudged(weights, 1))
+        assert "but nothing to apply it to is held: a dense version has to come first" in report["error"]
+    with lane_trainer(lab) as trainer:
+        trainer.update(nudged(weights, 1))
+    lab.connect()
 
 
 def test_lanes_that_do_not_lead_to_this_sampler_are_refused_before_they_are_built(lab, models):

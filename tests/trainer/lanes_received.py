@@ -16,10 +16,12 @@ from prl.trainer.parallel import Channel
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
 from prl.weights.group import StoreHost
-from prl.weights.lanes import LaneReceiver, LaneReport, Route, Staging, version_digest
+from prl.weights.lanes import LaneReceiver
+from prl.weights.legs import LaneReport, version_digest
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import Tile, schedule
 from prl.weights.shards import sampler_shards
+from prl.weights.shipments import Route, Staging
 
 HOST = "127.0.0.1"
 LIMIT_S = 120.0

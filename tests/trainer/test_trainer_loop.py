@@ -39,10 +39,12 @@ from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
 from prl.weights.digest import MODULUS, digest
 from prl.weights.folder import Slab, VersionReader
-from prl.weights.lanes import LaneReceiver, Route, Staging
+from prl.weights.lane_deltas import Base, leg_digests
+from prl.weights.lanes import LaneReceiver
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import TensorSpec, from_json
 from prl.weights.shards import sampler_shards
+from prl.weights.shipments import Route, Staging
 from prl.weights.transport import SamplerEnd, Whole
 
 RANKS = 2
@@ -101,15 +103,18 @@ class LanesIn:
         plan = compile_plan(model, layout_of(run.train), RANKS, WORKERS, "float32")
         assert body["facts"]["settings"]["plan"] == plan.digest()
         assert body["senders"] == RANKS
-        self.route = Route(plan, sampler_shards(model, WORKERS), 256 * 2**20)
+        self.route = Route(plan, sampler_shards(model, WORKERS), 256 * 2**20, deltas=True)
         self.pool = ThreadPoolExecutor(WORKERS)
         crew, place = Crew(epoch, RANKS, (0,), WORKERS), (body["master_address"], body["master_port"])
         self.ends = list(self.pool.map(lambda k: LaneReceiver(self.route, crew, 0, k, *place, group_s=60.0), range(WORKERS)))
         self.digests: list[str] = []
+        self.bases: list[Base | None] = [None] * WORKERS
 
     def receive(self, specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
         staged = [Staging(self.route.plan, shards) for shards in self.route.shards]
-        reports = self.pool.map(lambda end, staging: end.receive(staging, 60.0), self.ends, staged)
+        took = self.pool.map(lambda end, *given: end.receive(given[0], 60.0, base=given[1]), self.ends, staged, self.bases)
+        reports = list(took)
+        self.bases = [Base(leg_digests(report.legs), staging) for report, staging in zip(reports, staged, strict=True)]
         self.digests = [str(sum(leg.digest for leg in report.legs) % MODULUS) for report in reports]
         whole = [torch.full((spec.shape[0], spec.elements // spec.shape[0]), torch.nan) for spec in specs]
         for shards, staging in zip(self.route.shards, staged, strict=True):
@@ -141,7 +146,7 @@ def new_run(
         train=train,
         sample=SampleOptions(dtype="float32", tensor_parallel=WORKERS if transport == "lanes" else 1),
         control=ControlOptions(wait_s=60.0, start_s=60.0, heartbeat_s=0.2),
-        weights=WeightsOptions(transport=transport, delta=transport == "gather", anchor_every_steps=2),
+        weights=WeightsOptions(transport=transport, delta=True, anchor_every_steps=2),
     )
     folder.config.write_text(dump(config))
     create_token(folder.token)
@@ -380,6 +385,7 @@ def test_a_group_that_breaks_is_left_and_its_version_sent_again_and_so_is_one_th
     assert "it was left while it was built" in failure["error"]
     assert list(again.versions) == ["0:0", "0:1", "0:2"]
     assert again.digests == {label: str(digest(tensors)) for label, tensors in again.versions.items()} == sent
+    assert again.shares == {"0:0": None, "0:1": 0.0, "0:2": None}  # the last 0:1 is told as a delta to the one before
     if transport == "lanes":
         assert list(again.lanes) == ["0:0", "0:1"]
         whole = sum(tensor.nbytes for tensor in again.versions["0:2"].values())

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from prl.weights import lanes
 from prl.weights.crew import Crew
 from prl.weights.group import StoreHost, TransportError
-from prl.weights.lanes import LaneReceiver, LaneReport, LaneSender, Route, Staging
+from prl.weights.lanes import LaneReceiver, LaneSender
+from prl.weights.legs import LaneReport
 from prl.weights.plan import TensorSpec, Tile
+from prl.weights.shipments import Route, Staging, View
 
 HOST = "127.0.0.1"
 ANSWER_S = 120.0  # more than any scenario takes on a busy machine
@@ -171,7 +172,7 @@ class _Rank:
             return Result(words, seconds=time.monotonic() - began)
 
 
-def _faulty(view: lanes.View, fault: Fault | None, store_port: int, asked: int) -> lanes.View:
+def _faulty(view: View, fault: Fault | None, store_port: int, asked: int) -> View:
     """`asked`: how often for a tile when the fault comes: a worker asks where it goes, and what to digest."""
     if fault is None:
         return view

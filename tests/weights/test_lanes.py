@@ -15,9 +15,10 @@ from prl.config.layout import Layout
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
 from prl.weights.digest import digest
-from prl.weights.lanes import LegReport, Route, lane_digests, version_digest
+from prl.weights.legs import LegReport, lane_digests, version_digest
 from prl.weights.plan import LanePlan, Leg, TensorSpec, Tile
 from prl.weights.shards import Shard, sampler_shards
+from prl.weights.shipments import Route
 
 TINY = model_config(
     {

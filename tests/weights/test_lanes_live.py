@@ -11,9 +11,10 @@ import torch
 
 from prl.weights.crew import Crew
 from prl.weights.group import StoreHost, TransportError
-from prl.weights.lanes import LaneReceiver, LaneSender, Route, Staging
+from prl.weights.lanes import LaneReceiver, LaneSender
 from prl.weights.plan import LanePlan, Leg, TensorSpec, Tile
 from prl.weights.shards import Shard
+from prl.weights.shipments import Route, Staging
 
 HOST = "127.0.0.1"
 ROWS, COLUMNS = 8, 6

@@ -49,9 +49,10 @@ from prl.sampler.options import SampleOptions
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
 from prl.weights.digest import digest
-from prl.weights.lanes import LaneSender, Route
+from prl.weights.lanes import LaneSender
 from prl.weights.plan import Tile, to_json
 from prl.weights.shards import sampler_shards
+from prl.weights.shipments import Route
 
 LIMIT_S = 300.0
 RANKS = 2

@@ -45,10 +45,12 @@ from prl.weights import digest
 from prl.weights import group as groups
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
-from prl.weights.lanes import LaneReceiver, LaneSender, LegReport, Route, Staging, lane_digests, version_digest
+from prl.weights.lanes import LaneReceiver, LaneSender
+from prl.weights.legs import LegReport, lane_digests, version_digest
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import LanePlan, Tile, lane_buckets, schedule
 from prl.weights.shards import sampler_shards
+from prl.weights.shipments import Route, Staging
 from prl.weights.transport import SamplerEnd, TrainerEnd
 
 HOST = "127.0.0.1"
