@@ -218,7 +218,7 @@ def describe_weights(model: ModelConfig, config: Config) -> str:
         case "filesystem":
             when = "while each version is written"
         case "lanes":
-            buckets = size_in_words(min(2 * config.weights.bucket_mib * 2**20, version))
+            buckets = size_in_words(min((3 if config.weights.delta else 2) * config.weights.bucket_mib * 2**20, version))
             otherwise = (
                 f"\n    each trainer rank and each worker takes up to {buckets} of buffers besides; where no lanes can be "
                 f"built and\n    files are used, the first trainer rank gathers the whole version"

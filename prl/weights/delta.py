@@ -69,7 +69,7 @@ class Header:
     item_bytes: int
     length: int  # items of the bucket
     count: int  # items that differ from the base; where there is no base, all
-    base: int  # what the state before is known by, in [0, 2**64): the digest of its version. Of a dense one 0
+    base: int  # what the state before is known by, in [0, 2**64): the digest of its version or leg. Of a dense one 0
 
     @property
     def body_bytes(self) -> int:

@@ -49,6 +49,7 @@ class _End:
         left: threading.Event | None,
     ) -> None:
         self._plan = route.plan
+        self._deltas = route.deltas
         self._crew = crew
         self._device = torch.device(device)
         self._title = f"weight lanes, epoch {crew.epoch}, {crew.names[rank]}"
@@ -153,8 +154,6 @@ class LaneSender(_End):
         there or `group_s` is over (TransportError names who is missing). Once `left` is set, by any thread, whatever waits
         here ends with a TransportError."""
         super().__init__(route, crew, crew.trainer(rank), address, port, group_s=group_s, device=device, left=left)
-
-        self._deltas = route.deltas
         self._sent: Sent | None = None  # with deltas, what the workers may hold
 
     def send(self, source: View, update_s: float, *, held: bool = False) -> LaneReport:
@@ -218,8 +217,6 @@ class LaneReceiver(_End):
         """Worker `worker` of replica `sampler`, otherwise as the sender."""
         rank = crew.worker(sampler, worker)
         super().__init__(route, crew, rank, address, port, group_s=group_s, device=device, left=left)
-
-        self._deltas = route.deltas
 
     def receive(self, target: View, update_s: float, writing: Writing | None = None, base: Base | None = None) -> LaneReport:
         """The worker's part of the next version, into where `target` says that its tiles are, in the plan's dtype. The digests

@@ -299,4 +299,5 @@ def test_what_a_version_on_its_way_needs_in_words():
     by_lanes = words("lanes", 4)
     assert "a sampler's worker holds 3.5 GiB more while one arrives" in by_lanes
     assert "takes up to 0.5 GiB of buffers besides" in by_lanes
+    assert words("lanes", 4, delta=True) == by_lanes.replace("0.5 GiB of buffers", "0.8 GiB of buffers")
     assert "up to 28.4 GiB of disk while each version is written, and whoever writes 1.0 GiB of the host's memory" in by_files

@@ -63,6 +63,7 @@ LAYOUTS = {
     "tensor": {"tensor_parallel": RANKS},
     "stages": {"pipeline_parallel": RANKS, "distributed_optimizer": True},
 }
+TRANSPORTS = {"tensor": "gather", "stages": "lanes"}
 
 
 @dataclass
@@ -130,7 +131,8 @@ class LanesIn:
 
 @pytest.fixture(scope="module", params=["tensor", pytest.param("stages", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, model_folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = new_run(tmp_path_factory.mktemp("run"), model_folders, replace(TRAIN, **LAYOUTS[request.param]))
+    train = replace(TRAIN, **LAYOUTS[request.param])
+    run = new_run(tmp_path_factory.mktemp("run"), model_folders, train, transport=TRANSPORTS[request.param])
     run.files = {step: step_file(run.folder, step, "original") for step in (1, 2, 3)}
     return run
 

@@ -11,11 +11,12 @@ work too. Ratios are of one round: median, and range of all rounds.
     lanes    what a version takes: pack, send, receive where it is staged (in memory that stays), digest at both ends
     whole    ranks 0 and 1 put whole tensors together from their shards, as `export_weights` does
     gather   rank 0 sends them to all workers, which take them into new memory; all of these digest the whole
+    deltas   by lanes that send what differs from the version before, of which 2 per cent of the values have changed; and back
 
 `gather to lanes` is with `whole`, which is a part of that way, and without. `digest` is of what a worker stages, by processor
 time. `links` are counted by the system, connection by connection, in an update over the lanes: what a root sent to a worker, by
-what the plan says. `peak` is how much a process's memory rises in an update over the lanes, in buckets.
-It wants 6 GiB of memory.
+what the plan says; over those with deltas as a share of that. `peak` is how much a process's memory rises in an update over the
+lanes, in buckets. It wants 7 GiB of memory.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,8 +46,9 @@ from prl.weights import digest
 from prl.weights import group as groups
 from prl.weights.compile import compile_plan
 from prl.weights.crew import Crew
+from prl.weights.lane_deltas import Base, leg_digests
 from prl.weights.lanes import LaneReceiver, LaneSender
-from prl.weights.legs import LegReport, lane_digests, version_digest
+from prl.weights.legs import LegReport, changed_share, lane_digests, version_digest
 from prl.weights.options import WeightsOptions
 from prl.weights.plan import LanePlan, Tile, lane_buckets, schedule
 from prl.weights.shards import sampler_shards
@@ -57,7 +59,8 @@ HOST = "127.0.0.1"
 LIMIT_S = 120.0
 TRAINERS, SAMPLERS, LANES = 4, 2, 2
 LAYOUT = Layout(2, 1, 1, 1, 1)
-WAYS = ("bare", "lanes", "whole", "gather")
+WAYS = ("bare", "lanes", "whole", "gather", "deltas")
+CHANGED = 0.02  # of the values, from a version to the next
 SEED = 7
 
 
@@ -196,6 +199,12 @@ class Process:
             self._sender = LaneSender(setting.route, setting.crew, number, *address, group_s=LIMIT_S)
         else:
             self._receiver = LaneReceiver(setting.route, setting.crew, *self._worker, *address, group_s=LIMIT_S)
+        with_deltas = replace(setting.route, deltas=True), replace(setting.crew, epoch=setting.crew.epoch + 1)
+        if self._trains:
+            self._delta_sender = LaneSender(*with_deltas, number, *address, group_s=LIMIT_S)
+        else:
+            self._delta_receiver = LaneReceiver(*with_deltas, *self._worker, *address, group_s=LIMIT_S)
+            self._base: Base | None = None
         ranks = 1 + SAMPLERS * LANES
         if number == 0:
             self._trainer.join(0, ranks)
@@ -218,6 +227,14 @@ class Process:
         if self._trains:
             return self._sender.send(self._view, LIMIT_S).legs
         return self._receiver.receive(self._view, LIMIT_S).legs
+
+    def deltas(self) -> tuple[LegReport, ...]:
+        """All of the first version; of the others what differs from the one before, over which they are written."""
+        if self._trains:
+            return self._delta_sender.send(self._view, LIMIT_S, held=True).legs
+        legs = self._delta_receiver.receive(self._view, LIMIT_S, base=self._base).legs
+        self._base = Base(leg_digests(legs), self._view)
+        return legs
 
     def counted(self) -> dict[str, Any]:
         links = {ends: count - self._links.get(ends, 0) for ends, count in _links(self._port)}
@@ -325,6 +342,15 @@ def link_bytes(lanes: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], int]
     return found
 
 
+def flip(setting: Setting, seed: int) -> None:
+    """Another bit in so many values of the weights, each alike; a second time it is the one of before."""
+    generator = torch.Generator().manual_seed(seed)
+    for whole in setting.wholes().values():
+        bits = whole.view(-1).view(torch.int16)
+        for part in bits.split(2**24):
+            part ^= (torch.rand(len(part), generator=generator) < CHANGED).short()
+
+
 def spread(values: Sequence[float]) -> str:
     """Median and range."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
@@ -360,10 +386,14 @@ def measure(setting: Setting, cast: Cast, rounds: int) -> None:
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     processors: dict[str, list[float]] = {way: [] for way in WAYS}
     rates, peaks, links = [], [], {}
-    for _ in range(rounds):
+    shares, delta_peaks, delta_links = [], [], {}
+    cast.do("deltas")  # all of it
+    for round_ in range(rounds):
         versions = set()
         for way in WAYS:
-            if way == "lanes":
+            if way == "deltas":
+                flip(setting, round_)
+            if way in ("lanes", "deltas"):
                 cast.do("count")
             took_s, processors_s, answers = cast.do(way)
             seconds[way].append(took_s)
@@ -377,7 +407,15 @@ def measure(setting: Setting, cast: Cast, rounds: int) -> None:
                 links = link_bytes(counted)
             elif way == "gather":
                 versions |= {answer for answer in answers if answer is not None}
-        assert len(versions) == 1, "what came by lanes is not what came whole"
+            elif way == "deltas":
+                assert check(answers) not in versions, "nothing has changed"
+                shares.append(changed_share(leg for of_one in answers[:TRAINERS] for leg in of_one))
+                _, _, counted = cast.do("counted")
+                delta_peaks += [answer["peak"] / setting.route.bucket_bytes for answer in counted]
+                delta_links = link_bytes(counted)
+                flip(setting, round_)
+                versions.add(check(cast.do("deltas")[2]))
+        assert len(versions) == 1, "what came by lanes is not what came whole, or not what came as deltas"
     legs = {(leg.root, leg.lane): plan.leg_bytes(leg) for leg in plan.legs}
     wire = {(root, crew.worker(sampler, lane)): count for (root, lane), count in legs.items() for sampler in crew.samplers}
     over = {pair: links.get(pair, 0) / count for pair, count in wire.items()}
@@ -392,12 +430,15 @@ def measure(setting: Setting, cast: Cast, rounds: int) -> None:
             ("lanes to bare", table["lanes"], table["bare"]),
             ("gather to lanes", together, table["lanes"]),
             ("gather to lanes, without putting together", table["gather"], table["lanes"]),
+            ("deltas to lanes", table["deltas"], table["lanes"]),
         ):
             ratios = [this / that for this, that in zip(these, those, strict=True)]
             print(f"    {words} {spread(ratios)}; of the least ones {min(these) / min(those):.2f}")
     print(f"digest   {statistics.median(rates) / 1e9:.2f} GB/s a core, the slowest {min(rates) / 1e9:.2f}")
     print(f"links    {min(over.values()):.4f} to {max(over.values()):.4f} of the plan's bytes; {besides} bytes besides")
-    print(f"peak     {max(peaks):.2f} buckets")
+    part = sum(delta_links.get(pair, 0) for pair in wire) / sum(wire.values())
+    print(f"deltas   {part:.2%} of the plan's bytes, where {statistics.median(shares):.2%} of the values have changed")
+    print(f"peak     {max(peaks):.2f} buckets, with deltas {max(delta_peaks):.2f}")
 
 
 if __name__ == "__main__":
