@@ -220,9 +220,10 @@ async def _watch(
                 new = segments != before
                 note_segments(children.values())
                 record()
-            kills_before, kills = kills, memory_kills()
-            for task in done & waits.keys():
-                child = waits.pop(task)
+            ended = [waits.pop(task) for task in done & waits.keys()]
+            if ended:  # a process may take long to die: what was counted since others ended counts
+                kills_before, kills = kills, memory_kills()
+            for child in ended:
                 end_rest(child)
                 pause_s = await _report(client, child, out_of_memory=kills > kills_before)
                 if pause_s is not None:
