@@ -68,7 +68,7 @@ def main(folder: Path) -> None:
         return finish_save(begin_save(engine, channel, path, step), channel, 120.0)
 
     def relayout(options: TrainOptions) -> None:
-        leave_groups()
+        leave_groups(channel)
         start_groups(options, timeout_s=60.0)
 
     def save_in(model: str, layout: str, options: TrainOptions) -> None:
