@@ -208,6 +208,15 @@ class Dispatcher:
         alive = {group: set(rollouts) for group, rollouts in self._flights.alive(ids).items()}
         return [i for i in ids if i.rollout not in alive.get(i.group, ())]
 
+    def overtaken(self, groups: Collection[int]) -> list[RolloutId]:
+        """Rollouts that are out of groups which, in the order of dispatch, came before some of these `groups` of step files:
+        whoever made the files had dropped them, and ended before that was told."""
+        if self.settings.order == "arrival":
+            return []
+        last = max(groups, default=0)
+        passed = (n for n, _ in self._flights.having("leased", "received") if n < last and n not in groups)
+        return [rollout for number in passed for rollout in self._flights.ids(number)]
+
     def budget(self) -> int:
         """New training groups that may be handed out now."""
         if self._version is None:

@@ -73,6 +73,11 @@ class InFlight:
                 alive.setdefault(i.group, []).append(i.rollout)
         return alive
 
+    def ids(self, number: int) -> list[RolloutId]:
+        """A group's rollouts that have begun and not ended."""
+        f = self._groups[number]
+        return [RolloutId(f.epoch, f.problem, number, k, f.issue) for k in f.issued]
+
     # What happens to it
 
     def add(self, draw: Draw) -> int:

@@ -116,7 +116,8 @@ def find_remains(run: RunFolder, config: Config, lineage: int, go_on: GoOn = alw
 def go_back(remains: Remains, dispatcher: Dispatcher, reason: str) -> Start:
     """With a dispatcher that knows of all that the ledger says; `reason` is why what is in flight is issued again."""
     in_files = {rollout.group for entry in remains.waiting for rollout in entry.trained}
-    events = dispatcher.discarded(remains.left_out, "left out of a step file")
+    left_out = [*remains.left_out, *dispatcher.overtaken(in_files)]
+    events = dispatcher.discarded(left_out, "left out of a step file")
     events += dispatcher.went_back(Version(remains.resume.lineage, remains.resume.step), reason, in_files)
     return Start(
         remains.resume, remains.forks, dispatcher, remains.waiting, remains.evaluations_reached, events, remains.refused

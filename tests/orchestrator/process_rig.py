@@ -28,13 +28,20 @@ CHILDREN = tuple(ChildPlan(role, index, index, (), {}) for role in ROLES for ind
 class Rig:
     """Its rollouts may be handed out from the start."""
 
-    def __init__(self, folder, steps=2, **options):
+    def __init__(self, folder, steps=2, order="arrival", **options):
         self.run = RunFolder(folder)
         self.run.create()
         self.run.attempt(1).mkdir()
         config = Config(
             run=RunOptions(
-                name="r", id="1", folder=str(self.run), steps=steps, groups_per_step=2, rollouts_per_group=2, max_lag=1
+                name="r",
+                id="1",
+                folder=str(self.run),
+                steps=steps,
+                groups_per_step=2,
+                rollouts_per_group=2,
+                max_lag=1,
+                order=order,
             ),
             domains=(DomainOptions(name="digits"),),
         )

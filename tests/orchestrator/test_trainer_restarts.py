@@ -163,6 +163,26 @@ def test_trainers_begin_again_at_the_newest_checkpoint_and_train_what_lies_behin
     run(tmp_path / "run", scenario, steps=6)
 
 
+@pytest.mark.parametrize("order", ["arrival", "dispatch"])
+def test_in_the_order_of_dispatch_a_group_that_a_step_file_was_made_without_does_not_come_behind_it(tmp_path, order):
+    """The preprocessor had dropped it, and died before it told of that and of the file."""
+
+    async def scenario(rig):
+        async with training(rig) as t:
+            await t.sample(4)
+            t.file(1, (0, 0), (2, 0))
+            await t.all_die()
+            await t.begin(1)
+            assert (await rig.ask("trainer 0", "next_step", {"step": 1}))["file"]["step"] == 1
+            ends = [(e.rollout.group, e.kind, e.reason) for e in rig.ledger() if e.kind != "issued"]
+            dropped = (
+                (1, "issued_again", "trainer ended") if order == "arrival" else (1, "discarded", "left out of a step file")
+            )
+            assert sorted(ends) == [dropped, dropped, *[(3, "issued_again", "trainer ended")] * 2]
+
+    run(tmp_path / "run", scenario, steps=6, order=order)
+
+
 def test_without_a_checkpoint_they_begin_at_the_model_and_what_they_still_say_is_refused(tmp_path):
     async def scenario(rig):
         async with training(rig) as t:
