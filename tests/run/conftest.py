@@ -1,6 +1,8 @@
 """The quickstart is run once for all tests that look at it; other runs are ended with the test that started them."""
 
 import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from struck_runs import SHORT
@@ -17,11 +19,11 @@ def quickstart(tmp_path_factory) -> Ended:
 
 @pytest.fixture
 def start():
-    """Starts runs, which end with the test at the latest."""
+    """Starts runs, which end with the test at the latest. `options` are of the command."""
     started = []
 
-    def start(folder: RunFolder, *overrides: str) -> subprocess.Popen:
-        arguments = command(*SHORT, *overrides, folder=folder.path)
+    def start(folder: RunFolder, *overrides: str, options: Sequence[str | Path] = ()) -> subprocess.Popen:
+        arguments = command(*options, *SHORT, *overrides, folder=folder.path)
         started.append(subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         return started[-1]
 

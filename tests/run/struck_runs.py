@@ -42,3 +42,12 @@ def wait_for_steps(process: subprocess.Popen, folder: RunFolder, steps: int) -> 
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < end, f"no {steps} steps within 240 s"
         time.sleep(0.2)
+
+
+def wait_for_lineage(process: subprocess.Popen, folder: RunFolder, lineage: int) -> None:
+    """Until the samplers serve a version of it."""
+    running, end = Ended(folder, 0, ""), time.monotonic() + 240
+    while not any(event.labels["version"].startswith(f"{lineage}:") for event in running.events("weights")):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, f"no version of lineage {lineage} within 240 s"
+        time.sleep(0.2)

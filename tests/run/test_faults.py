@@ -251,11 +251,11 @@ def test_a_run_whose_weights_go_by_files_trains_and_leaves_none_behind(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.deadline(360)
-def test_a_killed_orchestrator_leaves_nothing_behind(tmp_path, start):
+@pytest.mark.deadline(600)
+def test_a_killed_orchestrator_leaves_no_process_behind_and_a_resume_loses_nothing(tmp_path, start):
     folder = RunFolder(tmp_path / "run")
-    process = start(folder)
-    wait_for_steps(process, folder, 2)
+    process = start(folder, "train.checkpoint_every_steps=3", "streams.keep=needed")
+    wait_for_steps(process, folder, wait_for_checkpoint(process, folder) + 1)
     children = children_of(process.pid, folder)
     agent = psutil.Process(next(iter(children.values())).ppid())
     agent.send_signal(signal.SIGKILL)
@@ -266,6 +266,15 @@ def test_a_killed_orchestrator_leaves_nothing_behind(tmp_path, start):
     assert time.monotonic() - killed < 10
     process.communicate(timeout=60)
     assert process.returncode == 1
+    checkpoint, trained = folder.manifests()[-1][0], max(event.step for event in Ended(folder, 0, "").events("step"))
+    resumed = submit(folder.path, "--resume", folder.path, "--set", f"run.steps={trained + 4}")
+    assert resumed.code == 0, resumed.logs()
+    assert [event.step for event in resumed.events("step", attempt=2)] == list(range(checkpoint + 1, trained + 5))
+    check_first_version(resumed, checkpoint)
+    result = audit(folder.path)
+    assert result.passed, render(result)
+    assert (result.ended, result.attempts, result.steps) == ("done", 2, trained + 4)
+    assert result.trained == (trained + 4) * 512
 
 
 @pytest.mark.slow

@@ -4,11 +4,10 @@ samplers and actors stay; the run trains all of its steps, and every rollout has
 import json
 import signal
 import subprocess
-import time
 
 import psutil
 import pytest
-from struck_runs import children_of, wait_for_checkpoint, wait_for_steps
+from struck_runs import children_of, wait_for_checkpoint, wait_for_lineage, wait_for_steps
 from whole_runs import SUBMIT, Ended
 
 from prl.report.audit import audit, render
@@ -16,15 +15,6 @@ from prl.runfolder.paths import RunFolder
 from prl.runfolder.plan import read_plan
 
 STAY = ("sampler 0", "actor 0", "verifier 0")
-
-
-def wait_for_lineage(process: subprocess.Popen, folder: RunFolder, lineage: int) -> None:
-    """Until the samplers serve a version of it."""
-    running, end = Ended(folder, 0, ""), time.monotonic() + 240
-    while not any(event.labels["version"].startswith(f"{lineage}:") for event in running.events("weights")):
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < end, f"no version of lineage {lineage} within 240 s"
-        time.sleep(0.2)
 
 
 def pids_of(children: dict[str, psutil.Process], *names: str) -> dict[str, int]:
