@@ -20,7 +20,12 @@ class ControlOptions:
         float, "seconds before the first restart of such a process; doubled with each further one, up to 64-fold", Above(0)
     ] = 1.0
     start_s: Annotated[float, "seconds that every process has to start and join", Above(0)] = 300.0
-    wait_s: Annotated[float, "deadline of a wait for work (a batch, a version, a lease), in seconds", Above(0)] = 900.0
+    wait_s: Annotated[
+        float,
+        "deadline of a wait for work (a batch, a version, a lease), in seconds; start_s more where trainers may begin again "
+        "meanwhile",
+        Above(0),
+    ] = 900.0
     no_progress_s: Annotated[
         float,
         "where for so many seconds no step is trained and no group of rollouts comes back, all processes write their stacks "
