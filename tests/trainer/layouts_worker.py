@@ -168,9 +168,8 @@ def main(folder: Path) -> None:
             told = channel.gather({key: x for key, x in metrics.items() if not key.endswith(("_s", "/mfu"))})
             assert told == [told[0]] * ranks, told
             found |= {f"{step}:{key}": np.array(value) for key, value in metrics.items()}
-            if step == 1:
-                made = gradients(engine) | value_head(engine, channel, "main_grad")
-                found |= {f"gradient:{key}": value for key, value in made.items()}
+            made = gradients(engine) | value_head(engine, channel, "main_grad")
+            found |= {f"{'gradient' if step == 1 else 'next_gradient'}:{key}": value for key, value in made.items()}
         found |= {f"end:{key}": value for key, value in (exported(engine) | value_head(engine, channel, "data")).items()}
         for key in ("stage", "parameters", "gradients", "optimizer"):
             found[f"bytes:{key}"] = np.array([held[key] for held in channel.gather(held_bytes(engine))])

@@ -1,7 +1,8 @@
 """The same steps in every layout: losses, gradients, weights and metrics as on one rank; memory as it was estimated."""
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ ALL = [
     for name in layouts
 ]
 OTHERWISE = {"half", "stopped", "slight"}  # in names: not as one rank is
+OF_THE_MACHINE = re.compile(r"_s$|^(mfu|padding|peak_memory_bytes)$")  # metrics of time and memory
+COUNTED = re.compile(r"lag_.*|(all_)?tokens|(clip|mask)_fraction|skipped|learning_rate")
 EXACT = [case for case in ALL if not OTHERWISE & set(case.values[2].split("_")) and case.values[::2] != (1, "one")]
 HALF = [case for case in ALL if "half" in case.values[2].split("_")]
 
@@ -60,15 +63,23 @@ def test_steps_are_those_of_one_rank(results, ranks, model, name):
     for key, values in theirs.items():
         assert np.abs(values).max() > 1e-3 * largest, key
         np.testing.assert_allclose(found[f"gradient:{key}"], values, rtol=1e-5, atol=1e-5 * largest, err_msg=key)
+
+
+@pytest.mark.parametrize(("ranks", "model", "name"), EXACT)
+def test_metrics_are_those_of_one_rank(results, ranks, model, name):
+    """Counts, among them those of the lags, are equal; all else that is told of what was trained is within 1e-5."""
     for step in (1, 2):
-        np.testing.assert_allclose(found[f"{step}:train/loss"], expected[f"{step}:train/loss"], atol=1e-5)
-        np.testing.assert_allclose(found[f"{step}:train/grad_norm"], expected[f"{step}:train/grad_norm"], rtol=1e-4)
-    measured = parts(expected, "1:train/")
-    assert parts(found, "1:train/").keys() == measured.keys()
-    compared = ("tokens", "entropy", "ess", "kl", "lag_mean", "lag_max", "ratio_max", "mismatch_k3_nats", "clip_fraction")
-    own = {"values": ("value_mean", "explained_variance"), "sequences": ("mask_fraction",)}
-    for key in (*compared, *own.get(model, ())):
-        np.testing.assert_allclose(found[f"1:train/{key}"], measured[key], rtol=1e-4, atol=1e-7, err_msg=key)
+        found, expected = (
+            {key: float(x) for key, x in parts(results[case], f"{step}:train/").items() if not OF_THE_MACHINE.search(key)}
+            for case in ((ranks, f"{model}_{name}"), (1, f"{model}_one"))
+        )
+        assert found.keys() == expected.keys()
+        assert sum(value for key, value in expected.items() if re.fullmatch(r"lag_\d+", key)) == expected["tokens"] == 50
+        for key, value in expected.items():
+            if COUNTED.fullmatch(key):
+                assert found[key] == value, (step, key)
+            else:
+                assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-7), (step, key)
 
 
 @pytest.mark.parametrize(("ranks", "model", "name"), ALL)
@@ -110,13 +121,40 @@ def test_some_sequences_are_clipped_and_some_masked(results):
 
 @pytest.mark.parametrize(("ranks", "model", "name"), EXACT)
 def test_weights_after_some_steps_are_those_of_one_rank(results, ranks, model, name):
-    """Where a gradient is nearly nought, Adam makes steps of its sign: each is at most as long as the learning rate."""
+    """Adam divides gradients by their own size: a step is as long as the learning rate, 1e-3, also where the gradient is nearly
+    nought, and what differs there is rounding. So weights need not be as near as gradients are. What must hold: each layout
+    makes of its own gradients what AdamW does, within the digits of float32; where gradients are not small, weights are the
+    same to a hundredth of a step; elsewhere to a tenth, and few are so far apart."""
     found, expected = results[ranks, f"{model}_{name}"], results[1, f"{model}_one"]
+    first, second = (parts(expected, f"{which}gradient:") for which in ("", "next_"))
+    largest = max(np.abs(values).max() for values in first.values())
+    apart = 0
     for key, values in parts(expected, "end:").items():
         assert np.abs(values - expected[f"start:{key}"]).max() > 1e-3, key
+        own = [found[f"{which}gradient:{key}"] for which in ("", "next_")]
+        written = adamw(found[f"start:{key}"], own, OPTIONS.learning_rate * (10 if key == "value_head" else 1))
+        np.testing.assert_allclose(found[f"end:{key}"], written, rtol=3e-7, atol=3e-7, err_msg=key)
         difference = np.abs(found[f"end:{key}"] - values)
-        assert difference.max() < 4.1e-3, key
-        assert np.median(difference) < 1e-5, key
+        small = np.minimum(np.abs(first[key]), np.abs(second[key])) < 1e-3 * largest
+        assert difference[~small].max(initial=0.0) < 1e-5, key
+        assert difference.max() < 1e-4, key
+        apart += (difference > 1e-5).sum()
+    assert apart <= 0.001 * sum(values.size for values in first.values())
+
+
+def adamw(weights: np.ndarray, gradients: Sequence[np.ndarray], rate: float) -> np.ndarray:
+    """In float64, by its formulas (Loshchilov and Hutter 2019, arXiv 1711.05101); vectors (norms, biases, a value head) do not
+    decay."""
+    weights, mean, square = weights.astype(np.float64), 0.0, 0.0
+    for step, gradient in enumerate(gradients, 1):
+        gradient = gradient.astype(np.float64)
+        mean = OPTIONS.beta1 * mean + (1 - OPTIONS.beta1) * gradient
+        square = OPTIONS.beta2 * square + (1 - OPTIONS.beta2) * gradient**2
+        if weights.ndim > 1:
+            weights = weights * (1 - rate * OPTIONS.weight_decay)
+        size = np.sqrt(square / (1 - OPTIONS.beta2**step)) + OPTIONS.epsilon
+        weights = weights - rate * mean / (1 - OPTIONS.beta1**step) / size
+    return weights
 
 
 @pytest.mark.parametrize(("ranks", "model", "name"), HALF)
