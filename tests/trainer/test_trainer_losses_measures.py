@@ -119,6 +119,16 @@ def test_one_infinite_ratio_leaves_everything_finite(alone):
     assert found["train/clip_fraction"] == pytest.approx(1 / 5)
 
 
+def test_tokens_that_masks_leave_out_are_counted_even_if_they_are_all(alone):
+    old = PI + np.array([0, 0.5, -0.4, 0.0, 0, 0.1, -1.0])
+    found = measured(alone, TrainOptions(token_mask_high=0.1), old)
+    assert found["train/mask_fraction"] == 1
+    assert found["train/loss"] == found["train/loss_policy"] == 0
+    same = measured(alone, TrainOptions(), old)
+    assert same.pop("train/mask_fraction") == 0
+    assert {key: found[key] for key in same if "loss" not in key} == {key: x for key, x in same.items() if "loss" not in key}
+
+
 def test_given_answers_have_no_ratios(alone):
     found = measured(alone, TrainOptions(loss="sft"), np.zeros(7), reference=None)
     assert found.keys() == {"train/loss", "train/loss_policy", "train/tokens", "train/entropy"}

@@ -136,6 +136,8 @@ CASES = {
     "unknown where nothing trains": replace(
         BASE, weights=np.where(FIRST, 0.0, 1.0), old_logprobs=np.where(FIRST, np.inf, BASE.old_logprobs)
     ),
+    "above every mask": replace(BASE, old_logprobs=BASE.logprobs - 2.0),
+    "below every mask": replace(BASE, logprobs=BASE.old_logprobs - 2.0),
 }
 
 
@@ -432,6 +434,23 @@ def test_a_sequence_ratio_of_equal_tokens_has_the_gradient_of_the_sequences_own(
     found, gradient, *_ = computed(tokens, TrainOptions(loss="gspo", clip_low=0.2, clip_high=0.3))
     assert float(found.loss.detach()) * DENOMINATOR == pytest.approx(loss(tokens.logprobs))
     np.testing.assert_allclose(gradient * DENOMINATOR, slope(loss, tokens.logprobs), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [
+        *((name, side) for name in ("token_mask", "sequence_mask", "both_masks") for side in ("above", "below")),
+        ("decoupled_ppo_previous_truncated", "above"),
+    ],
+)
+def test_masks_that_leave_out_every_token_leave_no_loss_and_no_gradient(name, side):
+    far = {"above": {"old_logprobs": np.full(14, -np.inf)}, "below": {"logprobs": np.full(14, -5000.0)}}
+    for tokens in (CASES[f"{side} every mask"], replace(BASE, **far[side])):
+        for dtype in (torch.float64, torch.float32):
+            found, gradient, *_ = computed(tokens, TrainOptions(**OPTIONS[name]), dtype)
+            assert found.masked.numpy()[tokens.weights > 0].all()
+            assert float(found.loss.detach()) == 0
+            assert np.array_equal(gradient, np.zeros(14))
 
 
 def test_at_lag_one_the_interpolated_proximal_policy_is_the_samplers():
