@@ -4,21 +4,23 @@ from dataclasses import replace
 
 from trainer_data import BASE
 
-from prl.config.hf_config import model_config
+from prl.config.hf_config import ModelConfig, model_config
 from prl.trainer.options import TrainOptions
 
 PLAIN = TrainOptions(learning_rate=1e-3, clip_grad=1.0, weight_decay=0.01, warmup_steps=5)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-DENSE = model_config(BASE | {"model_type": "qwen3", "tie_word_embeddings": True})
-MIXTURE = model_config(BASE | EXPERTS | {"model_type": "qwen3_moe", "tie_word_embeddings": False, "num_hidden_layers": 2})
-MODELS = {
-    "dense": DENSE,
-    "proximal": DENSE,
-    "value_head": DENSE,
-    "half": DENSE,
-    "experts": MIXTURE,
-    "half_experts": MIXTURE,
+DENSE_CONFIG = BASE | {"model_type": "qwen3", "tie_word_embeddings": True}
+MIXTURE_CONFIG = BASE | EXPERTS | {"model_type": "qwen3_moe", "tie_word_embeddings": False, "num_hidden_layers": 2}
+CONFIGS = {  # the models' config.json
+    "dense": DENSE_CONFIG,
+    "proximal": DENSE_CONFIG,
+    "value_head": DENSE_CONFIG,
+    "half": DENSE_CONFIG,
+    "experts": MIXTURE_CONFIG,
+    "half_experts": MIXTURE_CONFIG,
 }
+MODELS: dict[str, ModelConfig] = {name: model_config(config) for name, config in CONFIGS.items()}
+DENSE = MODELS["dense"]
 # Bounds so near to the policy before that they hold often: it decides the loss.
 RECENT = replace(PLAIN, loss="decoupled_ppo", clip_low=1e-3, clip_high=1e-3, proximal="previous")
 VALUES = replace(PLAIN, value_head=True, gae_lambda=0.9)
@@ -80,6 +82,29 @@ LAYOUTS = {
         "stages_shared": SHARED | STAGES,
     },
 }
+# Of four ranks, along two axes and more.
+PAIRS = {"expert_parallel": 2}
+TURNS = STAGES | {"virtual_pipeline": 2}
+RESHARDED = {
+    "dense": {
+        "sequence_stages": SPLIT | STAGES,
+        "data": {},
+    },
+    "half": {
+        "data_shared": SHARED,
+        "sequence_data_shared": SHARED | SPLIT,
+        "sequence_turns_shared": SHARED | SPLIT | TURNS,
+    },
+    "experts": {
+        "sequence_experts": SPLIT | PAIRS,
+        "four_experts": {"expert_parallel": 4},
+    },
+    "half_experts": {
+        "sequence_experts_shared": SHARED | SPLIT | PAIRS,
+        "stages_experts_shared": SHARED | STAGES | PAIRS,
+        "four_experts_shared": SHARED | {"expert_parallel": 4},
+    },
+}
 
 
 def origins(model: str, layout: str) -> list[tuple[int, str]]:
@@ -88,3 +113,9 @@ def origins(model: str, layout: str) -> list[tuple[int, str]]:
     kin = [other for other in LAYOUTS[model] if other.endswith("_shared") is shared]
     neighbour = kin[(kin.index(layout) + 1) % len(kin)]
     return [(2, layout), (2, neighbour), (1, "one_shared" if shared else "one")]
+
+
+def reshardings(model: str) -> list[tuple[str, str]]:
+    """Of four ranks, each layout and the other one from whose checkpoint it goes on: the one before it, or the last."""
+    layouts = list(RESHARDED[model])
+    return list(zip(layouts, layouts[-1:] + layouts[:-1], strict=True))

@@ -15,7 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults" / "inject"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkpoint_layouts import DENSE, LAYOUTS, MODELS, OPTIONS, PLAIN, RECENT, SHARED, VALUES, origins
+from checkpoint_layouts import DENSE, LAYOUTS, OPTIONS, PLAIN, RECENT, SHARED, VALUES, origins
 from fault_layer import WRITES, FaultLayer, Operation
 from ranks import free_port, rank_environment
 from trained import steps
@@ -34,17 +34,14 @@ def main(folder: Path) -> None:
 
     device.install(1)
     import torch
-    from gathered_attention import attention_of
-    from optimizer_state import optimizer_state
-    from regroup import leave_groups
+    from resumes import engine_of, relayout, resumed, save, went_on
     from torch.distributed.checkpoint import filesystem
 
     from prl.trainer.checkpoint import SaveError, _write, begin_save, finish_save, load_checkpoint
     from prl.trainer.engine import Engine, build_engine
-    from prl.trainer.mapping import export_weights, load_weights
+    from prl.trainer.mapping import export_weights
     from prl.trainer.model import build_model
     from prl.trainer.parallel import Channel, start_groups, stop_groups
-    from prl.trainer.table import random_weights
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     results = folder / f"ranks_{ranks}"
@@ -55,34 +52,15 @@ def main(folder: Path) -> None:
         if rank == 0:
             np.savez(results / f"{name}.npz", **values)
 
-    def engine_of(options: TrainOptions, model: str = "dense") -> Engine:
-        with attention_of(options):
-            chunks = build_model(MODELS[model], options)
-        load_weights(chunks, MODELS[model], random_weights(MODELS[model], 11))
-        return build_engine(chunks, MODELS[model], options)
-
     def weights(engine: Engine) -> dict[str, np.ndarray]:
         return {name: tensor.float().numpy().copy() for name, tensor in export_weights(engine.chunks, engine.config)}
 
-    def save(engine: Engine, path: Path, step: int) -> list:  # type: ignore[type-arg]
-        return finish_save(begin_save(engine, channel, path, step), channel, 120.0)
-
-    def relayout(options: TrainOptions) -> None:
-        leave_groups(channel)
-        start_groups(options, timeout_s=60.0)
-
     def save_in(model: str, layout: str, options: TrainOptions) -> None:
-        engine = engine_of(options, model)
-        steps(engine, 1, 2)
-        save(engine, results / model / layout, 2)
-        found = optimizer_state(engine)
-        report(f"went_on_{model}_{layout}", found | {"steps": steps(engine, 3, 4)})
+        report(f"went_on_{model}_{layout}", went_on(model, options, channel, results / model / layout))
 
     def resume_in(model: str, layout: str, options: TrainOptions, saved_by: int, saved_as: str) -> None:
-        engine = engine_of(options, model)
-        assert load_checkpoint(engine, folder / f"ranks_{saved_by}" / model / saved_as) == 2
-        found = optimizer_state(engine)
-        report(f"resumed_{model}_{layout}_from_{saved_by}_{saved_as}", found | {"steps": steps(engine, 3, 4)})
+        found = resumed(model, options, folder / f"ranks_{saved_by}" / model / saved_as)
+        report(f"resumed_{model}_{layout}_from_{saved_by}_{saved_as}", found)
 
     def layouts() -> None:
         for model, splits in LAYOUTS.items():
@@ -95,8 +73,8 @@ def main(folder: Path) -> None:
             for layout, split in splits.items():
                 options = replace(OPTIONS[model], **split)
                 relayout(options)
-                for saved in origins(model, layout):
-                    resume_in(model, layout, options, *saved)
+                for origin in origins(model, layout):
+                    resume_in(model, layout, options, *origin)
         refused()
 
     def refused() -> None:
@@ -175,7 +153,7 @@ def main(folder: Path) -> None:
             whole = weights(engine)
             found["skip"] = steps(engine, 2, broken=True)
             found["same"] = np.array(all(np.array_equal(value, whole[key]) for key, value in weights(engine).items()))
-            save(engine, results / name, 2)
+            save(engine, channel, results / name, 2)
             found["then"] = steps(engine, 3, 4)
             fresh = engine_of(options)
             load_checkpoint(fresh, results / name)
@@ -183,7 +161,7 @@ def main(folder: Path) -> None:
 
             bare = engine_of(options)
             found["only"] = steps(bare, 1, broken=True)
-            save(bare, results / f"{name}_only", 1)
+            save(bare, channel, results / f"{name}_only", 1)
             found["only_then"] = steps(bare, 2, 3)
             fresh = engine_of(options)
             load_checkpoint(fresh, results / f"{name}_only")
@@ -194,7 +172,7 @@ def main(folder: Path) -> None:
         """What an attempt is told goes before what the checkpoint was written with."""
         engine = engine_of(PLAIN)
         steps(engine, 1, 2)
-        save(engine, results / "told", 2)
+        save(engine, channel, results / "told", 2)
         told = replace(PLAIN, learning_rate=2e-3, beta1=0.8, beta2=0.9, epsilon=1e-7, weight_decay=0.1)
         fresh = engine_of(told)
         load_checkpoint(fresh, results / "told")
@@ -243,14 +221,14 @@ def main(folder: Path) -> None:
 
         filesystem.FileSystem.mkdir = fail
         try:
-            save(engine, path, 1)
+            save(engine, channel, path, 1)
             words = "saved"
         except SaveError as error:
             words = str(error)
         finally:
             filesystem.FileSystem.mkdir = prepare
         left = path.exists()
-        save(engine, path, 1)
+        save(engine, channel, path, 1)
         report("unplanned", {"words": np.array(words), "left": np.array(left)})
 
     def given_up() -> None:
@@ -289,7 +267,7 @@ def main(folder: Path) -> None:
         for name, split in (("plain", {}), ("shared", SHARED)):
             engine = engine_of(replace(VALUES, **split))
             steps(engine, 1, 2)
-            save(engine, results / f"rate_{name}", 2)
+            save(engine, channel, results / f"rate_{name}", 2)
             found = {}
             for factor in (1.0, 10.0):
                 told = replace(VALUES, value_rate_factor=factor, **split)
@@ -324,8 +302,8 @@ def main(folder: Path) -> None:
             assert manifest is not None
             return manifest.step
 
-        count(2, save(engine, run.checkpoint(2), 2))
-        count(4, save(engine, run.checkpoint(4), 4))
+        count(2, save(engine, channel, run.checkpoint(2), 2))
+        count(4, save(engine, channel, run.checkpoint(4), 4))
         assert newest() == 4
         damaged = run.checkpoint(4) / "trainer" / "__0_0.distcp"
         content = bytearray(damaged.read_bytes())
@@ -343,7 +321,7 @@ def main(folder: Path) -> None:
             shutil.copytree(aside, run.checkpoint(4))
             with FaultLayer(run.path, plan):
                 try:
-                    save(engine, run.checkpoint(4), 4)
+                    save(engine, channel, run.checkpoint(4), 4)
                     end = "saved"
                 except SaveError as error:
                     end = str(error)
@@ -352,7 +330,7 @@ def main(folder: Path) -> None:
             assert newest() == 2, end
             if end not in ("saved", "killed"):
                 assert not (run.checkpoint(4) / ".tmp-trainer").exists()
-            count(4, save(engine, run.checkpoint(4), 4))
+            count(4, save(engine, channel, run.checkpoint(4), 4))
             assert newest() == 4
             return end
 
