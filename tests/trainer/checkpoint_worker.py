@@ -66,13 +66,13 @@ def main(folder: Path) -> None:
         for model, splits in LAYOUTS.items():
             for layout, split in splits.items():
                 options = replace(OPTIONS[model], **split)
-                relayout(options)
+                relayout(options, channel)
                 save_in(model, layout, options)
                 if model == "dense" and layout in ("stages", "data"):
                     skipped(layout, options)
             for layout, split in splits.items():
                 options = replace(OPTIONS[model], **split)
-                relayout(options)
+                relayout(options, channel)
                 for origin in origins(model, layout):
                     resume_in(model, layout, options, *origin)
         refused()
@@ -84,7 +84,7 @@ def main(folder: Path) -> None:
             ("dtype", replace(PLAIN, dtype="bfloat16")),
             ("value_head", VALUES),
         ):
-            relayout(options)
+            relayout(options, channel)
             try:
                 saved = "data_shared" if key == "distributed_optimizer" else "data"
                 load_checkpoint(engine_of(options), results / "dense" / saved)

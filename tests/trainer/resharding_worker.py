@@ -39,11 +39,11 @@ def main(folder: Path) -> None:
     for model, splits in RESHARDED.items():
         for layout, split in splits.items():
             options = replace(OPTIONS[model], **split)
-            relayout(options)
+            relayout(options, channel)
             report(f"went_on_{model}_{layout}", went_on(model, options, channel, results / model / layout))
             resume_in(model, layout, split, layout)
         for layout, origin in reshardings(model):
-            relayout(replace(OPTIONS[model], **splits[layout]))
+            relayout(replace(OPTIONS[model], **splits[layout]), channel)
             resume_in(model, layout, splits[layout], origin)
     torch.distributed.barrier()
     stop_groups()

@@ -26,8 +26,8 @@ def engine_of(options: TrainOptions, model: str = "dense") -> Engine:
     return build_engine(chunks, MODELS[model], options)
 
 
-def relayout(options: TrainOptions) -> None:
-    leave_groups()
+def relayout(options: TrainOptions, channel: Channel) -> None:
+    leave_groups(channel)
     start_groups(options, timeout_s=60.0)
 
 
