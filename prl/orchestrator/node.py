@@ -97,9 +97,10 @@ async def run_agent(
                         kill_child(child)
                     return child
 
+                kills = memory_kills()  # before there is one of them that could be killed
                 for plan in plans:
                     await start(plan, 0)
-                await _watch(client, children, start, given_up, options, metrics, record, telling)
+                await _watch(client, children, start, given_up, options, metrics, record, telling, kills)
             except Exception as error:
                 await report_failure(client, error, run.path)
                 raise
@@ -198,15 +199,17 @@ async def _watch(
     metrics: MetricsWriter,
     record: Callable[[], None],
     telling: asyncio.Task[None],
+    kills: int,
 ) -> None:
     """Report every child's end until the run stops, and start again what the orchestrator wants to have again; then give the
-    children their time to end by themselves. An error of `telling` is one of this, too."""
+    children their time to end by themselves. An error of `telling` is one of this, too. `kills`: what the kernel had counted
+    before the children were started (`memory_kills`)."""
     waits = {asyncio.create_task(child.process.wait()): child for child in children.values()}
     starts: set[asyncio.Task[RunningChild | None]] = set()
     stopping = asyncio.create_task(client.stopping.wait())
     obeying = asyncio.create_task(_obey(client, children, given_up), name="end what the orchestrator gave up")
     tasks: list[asyncio.Task[Any]] = [stopping, obeying, telling]
-    looked, segments, new, kills = time.monotonic(), frozenset[str](), False, memory_kills()
+    looked, segments, new = time.monotonic(), frozenset[str](), False
     try:
         while (waits or starts) and not client.stopping.is_set():
             done, _ = await asyncio.wait(
