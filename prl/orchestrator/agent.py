@@ -253,14 +253,16 @@ async def _ask_why(orchestrator: Orchestrator, why: Callable[[], Reason | None])
     except ProgramError as error:
         orchestrator.cancel(f"cancelled by SIGTERM, and Slurm does not say why: {error}")
         return
-    if reason == "requeued" and orchestrator.misses_node:
+    missed = orchestrator.missed_nodes
+    if reason == "requeued" and missed:
         reason = "node failure"  # after which Slurm has queued the job again, and forgotten why
     if reason is None:
         await orchestrator.blame_lost_agent("cancelled by SIGTERM")
     elif reason == "cancelled":
         orchestrator.cancel("cancelled by SIGTERM")
     else:
-        orchestrator.leave(f"Slurm ends the job with SIGTERM: {reason}", reason)
+        where = f" (nothing is heard of {', '.join(missed)})" if reason == "node failure" and missed else ""
+        orchestrator.leave(f"Slurm ends the job with SIGTERM: {reason}{where}", reason)
 
 
 async def _follow(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> None:

@@ -20,6 +20,9 @@ class Plan:
     def on_node(self, node: int) -> list[ChildPlan]:
         return [child for child in self.children if child.node == node]
 
+    def name_of(self, node: int) -> str:
+        return str(self.nodes[node]["name"])
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

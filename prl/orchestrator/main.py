@@ -152,9 +152,10 @@ class Orchestrator:
         self._leaving, self._explained = True, False
 
     @property
-    def misses_node(self) -> bool:
-        """Whether some node's agent was silent for long."""
-        return bool(self._server.silent(self._config.control.lost_after_s / 2, "agent"))
+    def missed_nodes(self) -> list[str]:
+        """The names of nodes whose agents have been silent for long."""
+        silent = self._server.silent(self._config.control.lost_after_s / 2, "agent")
+        return [self._plan.name_of(member.index) for member in silent]
 
     async def blame_lost_agent(self, otherwise: str) -> None:
         """The batch system ends the step of a job that goes on. Where a node's agent is gone, that is why; else somebody has

@@ -285,7 +285,7 @@ class ProcessDesk:
                 elif member.name in self._trainers:
                     self.renew_trainers(Cause(words, member.role, ENDED))
                 elif member.role == "agent":
-                    host = str(self._plan.nodes[member.index]["name"])
+                    host = self._plan.name_of(member.index)
                     self._causes.add(Cause(words, member.role, LOST, reason="node failure", host=host))
                 else:
                     self._causes.add(Cause(words, member.role, ENDED))

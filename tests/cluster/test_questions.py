@@ -1,5 +1,6 @@
 """How often Slurm's controller is asked anything for the sake of a run that goes on: by its own count of what it was asked."""
 
+import math
 import re
 import subprocess
 import sys
@@ -39,4 +40,4 @@ def test_the_controller_is_asked_once_in_30_s_by_a_run_and_whoever_follows_it(tm
         finally:
             follower.terminate()
             follower.communicate(timeout=30)
-        assert 1 <= sum(found.values()) <= LOOK_S / EVERY_S + 1, found
+        assert 1 <= max(found.values()) <= math.ceil(LOOK_S / EVERY_S), found  # one squeue makes a call of each of some kinds

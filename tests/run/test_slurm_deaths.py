@@ -75,7 +75,7 @@ def test_a_run_goes_on_after_a_preemption_and_after_the_loss_of_each_node(tmp_pa
 @pytest.mark.deadline(900)
 @pytest.mark.parametrize("blow", ["kill-node", "cut"])
 def test_a_lost_node_of_several_that_train_is_named(tmp_path, nodes, blow):
-    """The ranks on the others fail first, or wait for it, and nothing begins again here."""
+    """The ranks on the others fail first, or wait for it, and nothing begins again here. Slurm may notice it first."""
     settings = (*LASTING, "control.restarts=0", "train.tensor_parallel=1")
     with submitted(tmp_path / "run", nodes, *settings, train_nodes=2) as run:
         wait_for_steps(run, 1)
@@ -83,8 +83,8 @@ def test_a_lost_node_of_several_that_train_is_named(tmp_path, nodes, blow):
         lab_cluster.to_node(blow, trainer)
         ended = run.ended()
         assert said(ended) == ("failed", "node failure", "stop")
-        assert ended.host == trainer
-        assert ended.cause.startswith(f"agent 1 on {trainer} was silent for 15 s")
+        own = ended.cause.startswith(f"agent 1 on {trainer} was silent for 15 s") and ended.host == trainer
+        assert own or ended.cause.endswith(f"node failure (nothing is heard of {trainer})"), ended
         run.is_clean(dead=1 if blow == "kill-node" else None)
 
 
