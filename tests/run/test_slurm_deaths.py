@@ -77,7 +77,7 @@ def test_a_run_goes_on_after_a_preemption_and_after_the_loss_of_each_node(tmp_pa
 def test_a_lost_node_of_several_that_train_is_named(tmp_path, nodes, blow):
     """The ranks on the others fail first, or wait for it, and nothing begins again here. Slurm may notice it first."""
     settings = (*LASTING, "control.restarts=0", "train.tensor_parallel=1")
-    with submitted(tmp_path / "run", nodes, *settings, train_nodes=2) as run:
+    with submitted(tmp_path / "run", nodes, *settings, training=2) as run:
         wait_for_steps(run, 1)
         _, trainer, _ = run.hosts()
         lab_cluster.to_node(blow, trainer)
