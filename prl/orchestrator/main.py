@@ -17,7 +17,7 @@ from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.journal import Journal
 from prl.orchestrator.lineages import Lineages
-from prl.orchestrator.outcome import CANCEL, ENDED, REPORTED, Cause, conclude
+from prl.orchestrator.outcome import CANCEL, ENDED, LOST, REPORTED, Cause, conclude
 from prl.orchestrator.preflight import PreflightDesk
 from prl.orchestrator.processes import ProcessDesk
 from prl.orchestrator.requests import watch_requests
@@ -323,7 +323,7 @@ class Orchestrator:
         an agent that is late is heard again, or becomes one."""
         control = self._config.control
         end = time.monotonic() + control.lost_after_s
-        explained = any(cause.rank <= CANCEL for cause in self._causes.found)
+        explained = any(cause.rank <= LOST for cause in self._causes.found)
         while not explained and not self.terminated.is_set() and time.monotonic() < end:
             if not self._server.silent(control.heartbeat_s, "agent"):
                 break

@@ -8,6 +8,7 @@ from process_rig import Rig, run
 from prl.flow.events import to_rows
 from prl.orchestrator import main
 from prl.orchestrator.agent import _ask_why
+from prl.orchestrator.outcome import LOST, Cause
 from prl.runfolder.outcome import read_outcome
 
 WARNED = "warned by SIGUSR1: the time limit is near"
@@ -140,6 +141,22 @@ def test_where_slurm_has_queued_the_job_again_a_silent_node_is_why(tmp_path, gon
     ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
     where = " (nothing is heard of n2)" if gone else ""
     assert (ended.reason, ended.cause) == (reason, f"Slurm ends the job with SIGTERM: {reason}{where}")
+
+
+def test_the_end_of_a_run_that_has_lost_a_node_is_told_to_the_others_at_once(tmp_path):
+    async def scenario(rig):
+        for agent in rig.agents:
+            await agent.join({})
+        rig.agents[1]._heartbeat.cancel()
+        await asyncio.sleep(0.3)
+        rig.causes.append(Cause("agent 1 was silent", "agent", LOST, reason="node failure"))
+        ending = asyncio.create_task(rig.orchestrator._end())
+        await asyncio.wait_for(rig.agents[0].stopping.wait(), 10)
+        for agent in rig.agents:
+            await agent.call("node_done", {}, deadline_s=5, reason="test")
+        await ending
+
+    run(tmp_path / "run", scenario, lost_after_s=30)
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -43,6 +43,7 @@ START_S = 600.0  # the children, which never come, are waited for that long
 def config_of(agents: int, lost_after_s: float) -> Config:
     overrides = {
         "cluster.nodes": agents,
+        "cluster.stage_model": "never",  # there is none
         "run.groups_per_step": agents,  # enough work for so many samplers
         "control.start_s": START_S,
         "control.lost_after_s": lost_after_s,
