@@ -46,6 +46,7 @@ def main(folder: Path) -> None:
     from prl.trainer import device
 
     device.install(1)
+    import gpu_attention
     import torch
     from lanes_received import sent_by_lanes
     from megatron.core import parallel_state
@@ -237,6 +238,10 @@ def main(folder: Path) -> None:
             parity("one", name, one)
         for name in ("mistral", *EXPERT_MODELS):
             gradients("gradients", name, one)
+        for attention in (gpu_attention.varlen, gpu_attention.transformer_engine):
+            with attention():
+                for name in ("mistral", "llama_yarn"):
+                    gradients(f"{attention.__name__}_gradients", name, one)
         for name in EXPERT_MODELS:
             replayed("one", name, one)
             gradients("replayed_gradients", name, replace(one, recompute="full"), routings())

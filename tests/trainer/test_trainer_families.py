@@ -64,7 +64,12 @@ def test_logits_equal_transformers_and_the_export_is_the_folder(families, ranks,
 
 @pytest.mark.parametrize(
     ("label", "name"),
-    [("gradients", "mistral"), *((x, name) for name in EXPERT_MODELS for x in ("gradients", "replayed_gradients"))],
+    [
+        ("gradients", "mistral"),
+        *((x, name) for name in EXPERT_MODELS for x in ("gradients", "replayed_gradients")),
+        # A window, and a scale of attention's own, through the kernels that GPUs have.
+        *((f"{x}_gradients", name) for name in ("mistral", "llama_yarn") for x in ("varlen", "transformer_engine")),
+    ],
 )
 def test_gradients_equal_those_of_transformers(families, label, name):
     model = with_routings(hugging_face(families, name)) if label == "replayed_gradients" else hugging_face(families, name)
