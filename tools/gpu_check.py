@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the trainer does on one GPU: exact against Hugging Face's models, and how fast. One table, and JSON.
 
-    python tools/gpu_check.py [--json FILE] [--budget-s 400]
+    python tools/gpu_check.py [--json FILE] [--budget-s 400] [--deadline-s 480]
     python tools/gpu_check.py --toy            tiny shapes, also on a CPU
 
 It wants torch, megatron-core and, for the comparison, transformers; no vLLM. Models have random weights, nothing is downloaded.
@@ -15,17 +15,19 @@ It wants torch, megatron-core and, for the comparison, transformers; no vLLM. Mo
 4. `padded`: the step's sequences, each filled up to the longest, against the same packed.
 5. `weights`: GB/s of the digest and of a copy in place of a model's tensors.
 
-A measurement that does not fit into memory or would begin after the time budget says so and is no fault; one that fails
-otherwise does not keep the next ones from being made. What was measured is in FILE after each of them. Ends with 1 where a
-comparison is off or a measurement failed.
+A measurement that does not fit into memory says so and is no fault; one that fails otherwise, or would begin after the time
+budget, does not keep the next ones from being made. At the deadline, counted like the budget from the start of the program, it
+ends in the middle of what it does. FILE has at any time what was measured, and the names of what was not. Ends with 1 where a
+comparison is off, or a measurement failed or came too late.
 """
 
 import argparse
+import faulthandler
 import gc
 import importlib.metadata
-import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -33,6 +35,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+BEGAN = time.monotonic()
+DEADLINE_S = 480.0
+GRACE_S = 20.0  # after the deadline, until a process ends in which no Python runs any more
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(DEADLINE_S + GRACE_S, exit=True)
+
+# ruff: noqa: E402 - the clock runs from the start, and Megatron is imported after device.install
 
 # A 7B model with all of its optimizer leaves little memory to waste on gaps between blocks.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -54,6 +64,7 @@ from trainer_shapes import (  # before all that imports Megatron
 # isort: split
 import numpy as np
 import torch
+from gpu_report import Check, Report, Row
 from torch import Tensor
 
 from prl.config.hf_config import ModelConfig
@@ -70,14 +81,16 @@ from prl.trainer.parallel import stop_groups
 from prl.trainer.step import train_step
 from prl.weights.digest import digest
 
-Row = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Measurement:
     shape: Shape
     tokens: int
     recompute: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.shape.name} at {self.tokens} tokens, recompute {self.recompute}"
 
 
 @dataclass(frozen=True)
@@ -125,79 +138,68 @@ TOY = Plan(
 )
 
 
-class Budget:
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    def left_s(self) -> float:
-        return self._end - time.monotonic()
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
-    parser.add_argument("--budget-s", type=float, default=400.0, help="measurements begin no later than this, in seconds (400)")
-    parser.add_argument("--toy", action="store_true", help="tiny shapes")
-    args = parser.parse_args()
+    args = arguments()
     if not args.toy and not torch.cuda.is_available():
         print("gpu_check: no GPU is visible here; --toy runs tiny shapes on a CPU", file=sys.stderr)
         return 1
-    budget = Budget(args.budget_s)
-    start_alone()
-    plan = TOY if args.toy else FULL
+    faulthandler.dump_traceback_later(left_s(args.deadline_s) + GRACE_S, exit=True)
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     facts = {**versions(), "attention": device.attention(DTYPES[dtype]), "dtype": dtype, "toy": args.toy}
-    print("  ".join(f"{name} {value}" for name, value in facts.items()))
-    checks: list[tuple[str, Callable[[], list[Row]]]] = [("parity", partial(parity, plan))]
-    checks += [("step", partial(measure_step, measurement, dtype, plan.longest)) for measurement in plan.steps]
-    checks += [
-        ("head", partial(measure_head, plan.head, dtype, plan.longest)),
-        ("padded", partial(measure_padded, plan.padded, dtype, plan.longest)),
-        ("weights", partial(measure_weights, plan.weights, dtype)),
-    ]
-    rows: list[Row] = []
-    off: list[Row] = []
-    for name, check in checks:
-        for row in attempt(check, budget):
-            row = {"check": name, **row}
-            print(*lines(row, rows[-1] if rows else {}), sep="\n", flush=True)
-            rows.append(row)
-        off = [row for row in rows if row.get("ok") is False]
-        if args.json:
-            complete = name == checks[-1][0] and not any("skipped" in one for one in rows)
-            done = {"facts": facts, "rows": rows, "complete": complete, "ok": not off}
-            args.json.write_text(json.dumps(done, indent=2) + "\n")
+    checks = checks_of(TOY if args.toy else FULL, dtype)
+    report = Report(facts, checks, args.json)
+    deadline = threading.Timer(left_s(args.deadline_s), report.give_up, [args.deadline_s])
+    deadline.daemon = True
+    deadline.start()
+    start_alone()
+    for check in [check for check in checks if check.name in (args.only or NAMES)]:
+        report.add(check, attempt(check.measure, args.budget_s))
     stop_groups()
-    skipped = sum("skipped" in row for row in rows)
-    well = f"all that was measured is well, {skipped} measurements were skipped" if skipped else "all is well"
-    print(f"gpu_check: {f'{len(off)} measurements failed or are off' if off else well}")
-    return 1 if off else 0
+    deadline.cancel()
+    return report.end()
 
 
-def attempt(check: Callable[[], list[Row]], budget: Budget) -> list[Row]:
-    if budget.left_s() < 0:
-        return [{"skipped": "the time budget is used up"}]
+NAMES = ("parity", "step", "head", "padded", "weights")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    parser.add_argument("--budget-s", type=float, default=400.0, help="measurements begin no later than this, in seconds (400)")
+    parser.add_argument("--deadline-s", type=float, default=DEADLINE_S, help="the program ends by then, in seconds (480)")
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="these measurements alone")
+    parser.add_argument("--toy", action="store_true", help="tiny shapes")
+    return parser.parse_args()
+
+
+def checks_of(plan: Plan, dtype: str) -> list[Check]:
+    longest = plan.longest
+    return [
+        Check("parity", lambda: parity(plan)),
+        *(Check("step", partial(measure_step, one, dtype, longest), one.words) for one in plan.steps),
+        Check("head", lambda: measure_head(plan.head, dtype, longest), plan.head.words),
+        Check("padded", lambda: measure_padded(plan.padded, dtype, longest), plan.padded.words),
+        Check("weights", lambda: measure_weights(plan.weights, dtype), plan.weights.name),
+    ]
+
+
+def left_s(seconds: float) -> float:
+    """Of so many since the program began."""
+    return max(0.0, BEGAN + seconds - time.monotonic())
+
+
+def attempt(measure: Callable[[], list[Row]], budget_s: float) -> list[Row]:
+    if not left_s(budget_s):
+        return [{"failed": f"not begun, as {budget_s:g} s were over", "ok": False}]
     gc.collect()  # of what the measurement before has left
     torch.cuda.empty_cache()
     try:
-        return check()
+        return measure()
     except torch.OutOfMemoryError as error:
         return [{"skipped": f"out of memory: {str(error).splitlines()[0][:160]}"}]
     except Exception as error:  # those to come may be all that a short loan of a GPU gives
         traceback.print_exc()
         return [{"failed": f"{type(error).__name__}: {error}".splitlines()[0][:160], "ok": False}]
-
-
-def lines(row: Row, before: Row) -> list[str]:
-    """A line of the table, below the names of its columns where these are others than those of the row before."""
-
-    def shown(value: Any) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    widths = {key: max(len(key), 19 if key in ("shape", "attention") else 8) for key in row}
-    names = "  ".join(f"{key:<{width}}" for key, width in widths.items()).rstrip()
-    values = "  ".join(f"{shown(row[key]):<{width}}" for key, width in widths.items()).rstrip()
-    return [values] if row.keys() == before.keys() else ["", names, values]
 
 
 def versions() -> dict[str, str]:
