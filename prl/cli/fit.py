@@ -6,6 +6,7 @@ from prl.cli import console
 from prl.cluster.requests import requests
 from prl.cluster.script import render
 from prl.cluster.split import Split
+from prl.config.accelerators import accelerator_gib
 from prl.config.layout import layout_problems
 from prl.config.load import ConfigError
 from prl.config.machine import free_memory_bytes
@@ -33,6 +34,9 @@ def show_plan(config: Config, split: Split, folder: RunFolder, attempt: int) -> 
     if model is not None and not any(layout_problems(config.train, model)):
         sent = gathered_bytes(config, model), kept_bytes(config, model, split.world_size)
         print(describe_memory(model, config.train, split.world_size, microbatch_tokens(config), *sent))
+        room_gib, said_by = accelerator_gib(config.cluster)
+        if config.cluster.gpus_per_node and room_gib is not None:
+            print(f"  an accelerator has {room_gib:g} GiB ({said_by})")
         saved = saved_on_a_node(model, config.train, split.world_size, _ranks_of_a_node(split))
         print(f"  a checkpoint is written from a copy of up to {size_in_words(saved)} in the memory of a node")
     if model is not None and not config.run.replay:
@@ -53,22 +57,25 @@ def show_plan(config: Config, split: Split, folder: RunFolder, attempt: int) -> 
 def check_memory(config: Config, split: Split) -> None:
     """Raises ConfigError where a trainer rank needs more than its accelerator has, or a node's ranks more than the node; warns
     where an accelerator's is not known."""
-    model, room_gib, gpus = model_of(config), config.cluster.gpu_memory_gib, config.cluster.gpus_per_node
+    model, gpus = model_of(config), config.cluster.gpus_per_node
     if model is None:
         return
+    room_gib, said_by = accelerator_gib(config.cluster)
     sent = gathered_bytes(config, model), kept_bytes(config, model, split.world_size)
     _, memory = fullest_rank(model, config.train, split.world_size, microbatch_tokens(config), *sent)
     if room_gib is None and gpus:
         console.tell(
-            f"prl-submit: warning: cluster.gpu_memory_gib = null: whether an accelerator holds the {memory.total / 2**30:.1f} "
+            f"prl-submit: warning: {said_by}: whether an accelerator holds the {memory.total / 2**30:.1f} "
             f"GiB that a trainer rank needs is not checked; set it to an accelerator's memory"
         )
     if room_gib is not None and memory.total > room_gib * 2**30:
+        of_type = config.cluster.gpu_memory_gib is None
+        has = f", which has {room_gib:g} GiB" if of_type else ""
         raise ConfigError(
-            f"cluster.gpu_memory_gib = {room_gib}: a trainer rank needs about {memory.total / 2**30:.1f}; raise "
+            f"{said_by}{has}: a trainer rank needs about {memory.total / 2**30:.1f}; raise "
             f"train.tensor_parallel or train.pipeline_parallel, set train.distributed_optimizer, train.optimizer_offload or "
-            f"train.recompute, or lower "
-            f"preprocess.pack_tokens; --dry-run shows the parts"
+            f"train.recompute, or lower preprocess.pack_tokens; --dry-run shows the parts"
+            f"{'; where yours has more, set cluster.gpu_memory_gib' * of_type}"
         )
     ranks = _ranks_of_a_node(split)
     saved = saved_on_a_node(model, config.train, split.world_size, ranks)

@@ -66,7 +66,8 @@ class ClusterOptions:
     gpu_type: Annotated[str | None, "their type in Slurm, where it has to be named, e.g. h100"] = None
     gpu_memory_gib: Annotated[
         float | None,
-        "memory of an accelerator in GiB, which a trainer rank must fit; null: not checked, with a warning",
+        "memory of an accelerator in GiB, which a trainer rank must fit; null: that of gpu_type where it is known (h100, say), "
+        "else not checked, with a warning",
         Above(0),
     ] = None
     replicas_per_node: Annotated[

@@ -9,6 +9,7 @@ import pytest
 from submitting import ROOT, files
 
 from prl.cli import submit
+from prl.config import accelerators
 from prl.domains import registry
 
 
@@ -37,6 +38,17 @@ def test_dry_run_tells_what_a_trainer_rank_needs_and_refuses_what_it_has_not(con
     assert submit.main([*arguments, "cluster.gpu_memory_gib=0.001"]) == 2
     error = capsys.readouterr().err
     assert re.search(r"cluster\.gpu_memory_gib = 0\.001: a trainer rank needs about 0\.\d; raise", error)
+    assert "where yours has more" not in error
+
+
+def test_an_accelerator_that_is_too_small_by_its_type_is_refused(config, capsys, monkeypatch):
+    monkeypatch.setitem(accelerators._GIB, "l4", 0.001)
+    arguments = ["c.yaml", "--nodes", "2", "--dry-run", "--set", "cluster.gpus_per_node=2", "cluster.gpu_type=L4"]
+    assert submit.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"cluster\.gpu_type = L4, which has 0\.001 GiB: a trainer rank needs about 0\.\d; raise train\.t", error)
+    assert "; where yours has more, set cluster.gpu_memory_gib" in error
+    assert submit.main([*arguments, "cluster.gpu_memory_gib=22"]) == 0
 
 
 def test_memory_that_is_not_known_is_told_and_a_nodes_own_is_compared(config, capsys):
@@ -48,6 +60,10 @@ def test_memory_that_is_not_known_is_told_and_a_nodes_own_is_compared(config, ca
     assert submit.main(arguments) == 0
     error = capsys.readouterr().err
     assert re.search(r"warning: cluster\.gpu_memory_gib = null: whether an accelerator holds the \d+\.\d GiB that a", error)
+    assert submit.main([*arguments, "cluster.gpu_type=nvidia_h200"]) == 0
+    said = capsys.readouterr()
+    assert "  an accelerator has 139 GiB (cluster.gpu_type = nvidia_h200)\n" in said.out
+    assert said.err == ""
     arguments.append("cluster.gpu_memory_gib=80")
     for enough in (
         ["cluster.memory_per_node_gib=0.0040"],
