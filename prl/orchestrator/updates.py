@@ -163,8 +163,7 @@ class WeightUpdater:
         update = self._of(body)
         if update is not None:
             update.failed = update.failed or f"the trainer could not send version {update.version}: {body['error']}"
-            for replica in update.of_ranks(body["missing"]):
-                self._calls.fence(replica, "late", f"{replica.name} did not come to the group of epoch {epoch}")
+            self._fence_missing(update, body["missing"])
             self._changed.ring()
         elif epoch == membership.epoch:
             self._broke(str(body["error"]))
@@ -173,7 +172,8 @@ class WeightUpdater:
     # What samplers say
 
     async def staged(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A sampler's worker has received everything, and this is the digest of what it holds; or it has failed to."""
+        """A sampler's worker has received everything, and this is the digest of what it holds; or it has failed to. `missing`:
+        as of the trainer."""
         update = self._of(body)
         if update is None:
             version = Version(int(body["lineage"]), int(body["step"]))
@@ -182,6 +182,7 @@ class WeightUpdater:
             update.refused[int(body["replica"])] = f"sampler {body['replica']} did not read the weights: {body['error']}"
         elif body.get("error"):
             update.failed = update.failed or f"sampler {body['replica']} did not receive the weights: {body['error']}"
+            self._fence_missing(update, body["missing"])
         else:
             update.staged[int(body["replica"]), int(body["worker"])] = str(body["digest"])
             update.receive_s = max(update.receive_s, float(body["receive_s"]))
@@ -195,6 +196,10 @@ class WeightUpdater:
         """The update that is spoken of, if it is under way."""
         version, update = Version(int(body["lineage"]), int(body["step"])), self._update
         return update if update is not None and (update.version, update.epoch) == (version, int(body["epoch"])) else None
+
+    def _fence_missing(self, update: Update, ranks: Sequence[int]) -> None:
+        for replica in update.of_ranks(ranks):
+            self._calls.fence(replica, "late", f"{replica.name} did not come to the group of epoch {update.epoch}")
 
     def _start(self, work: Any, name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -279,7 +279,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         def take() -> Staged:
             version = Version(info.lineage, info.step)
             if link.end is None:
-                raise TransportError(f"no group for version {version}: {link.no_group}")
+                raise TransportError(f"no group for version {version}: {link.no_group}", link.no_group.missing)
             if isinstance(link.end, LaneEnd):
                 writing = partial(self._writing, staging) if self._chunked else None
                 got = link.end.receive(parts, options.update_s, writing, legs)
@@ -352,6 +352,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             report["direct_share"] = direct_share(staged.parts)
         except Exception as error:  # whatever it was, the orchestrator must hear of it: it waits for this report
             failed = report["error"] = f"{type(error).__name__}: {error}"
+            report["missing"] = error.missing if isinstance(error, TransportError) else ()
             if staging == self._staging:
                 traceback.print_exc()
         with self._lock:

@@ -20,7 +20,7 @@ class Link:
         """`connect` is given the event that is set when the link is left."""
         self.epoch = epoch
         self.end: End | None = None
-        self.no_group = f"the group of epoch {epoch} was not built"  # why there is none, where there is none
+        self.no_group = TransportError(f"the group of epoch {epoch} was not built")  # why there is none, where there is none
         self._left = threading.Event()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, args=(connect,), name=f"weights, epoch {epoch}", daemon=True)
@@ -43,7 +43,7 @@ class Link:
     def close(self, why: str) -> None:
         """From its own thread: the group is broken."""
         end, self.end = self.end, None
-        self.no_group = why
+        self.no_group = TransportError(why)
         if end is not None:
             end.close()
 
@@ -56,7 +56,9 @@ class Link:
             except Exception as error:  # whatever it was, this thread must live on to tell of it
                 if not self.left:
                     traceback.print_exc()
-                self.no_group = str(error) if isinstance(error, TransportError) else f"{type(error).__name__}: {error}"
+                self.no_group = (
+                    error if isinstance(error, TransportError) else TransportError(f"{type(error).__name__}: {error}")
+                )
             job = self._jobs.get()
         try:
             self.close("this sampler has left the group")
