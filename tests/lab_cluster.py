@@ -55,6 +55,26 @@ def slow(nodes: Iterable[str], rate: str) -> Iterator[None]:
             subprocess.run(["tc", "qdisc", "del", "dev", link(node), "root"], check=True, timeout=30)
 
 
+@contextmanager
+def small_buffers(nodes: Iterable[str]) -> Iterator[None]:
+    """Sockets of these nodes hold little of what is on its way; behind the block as much as before."""
+    before = {}
+    try:
+        for node in nodes:
+            for name in ("net.ipv4.tcp_rmem", "net.ipv4.tcp_wmem"):
+                before[node, name] = _on_node(node, "sysctl", "-n", name).strip()
+                _on_node(node, "sysctl", "-w", f"{name}=4096 16384 32768")
+        yield
+    finally:
+        for (node, name), value in before.items():
+            _on_node(node, "sysctl", "-w", f"{name}={value}")
+
+
+def _on_node(node: str, *command: str) -> str:
+    line = ["bash", str(SCRIPT), "exec", node, *command]
+    return subprocess.run(line, check=True, timeout=30, capture_output=True, text=True).stdout
+
+
 def received_bytes(node: str) -> int:
     """By the node, since it is there."""
     return int(Path(f"/sys/class/net/{link(node)}/statistics/tx_bytes").read_text())

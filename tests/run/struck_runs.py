@@ -51,3 +51,9 @@ def wait_for_lineage(process: subprocess.Popen, folder: RunFolder, lineage: int)
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < end, f"no version of lineage {lineage} within 240 s"
         time.sleep(0.2)
+
+
+def served_after(folder: RunFolder, replica: int, since: float) -> set[int]:
+    """The steps of the versions of the tokens that a replica sampled for requests after that time."""
+    turns = [turn for group in Ended(folder, 0, "").groups() for rollout in group.rollouts for turn in rollout.turns]
+    return {span.version.step for t in turns if t.replica == replica and t.started > since for span in t.versions}

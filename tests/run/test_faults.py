@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 from safetensors.torch import load_file
-from struck_runs import SHORT, children_of, wait_for_checkpoint, wait_for_steps
+from struck_runs import SHORT, children_of, served_after, wait_for_checkpoint, wait_for_steps
 from whole_runs import SUBMIT, Ended, submit, wait_until
 
 from prl.metrics.events import Event
@@ -141,12 +141,6 @@ def wait_for_samplers(process: subprocess.Popen, folder: RunFolder, condition: C
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < end, [event.labels for event in running.events("samplers")]
         time.sleep(0.2)
-
-
-def served_after(folder: RunFolder, replica: int, since: float) -> set[int]:
-    """The steps of the versions of the tokens that a replica sampled for requests after that time."""
-    turns = [turn for group in Ended(folder, 0, "").groups() for rollout in group.rollouts for turn in rollout.turns]
-    return {span.version.step for t in turns if t.replica == replica and t.started > since for span in t.versions}
 
 
 @pytest.mark.slow

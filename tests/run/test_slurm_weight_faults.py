@@ -8,8 +8,10 @@ The nodes' networks are slow, so that a version is seconds on its way.
 import itertools
 import json
 import os
+import statistics
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 import torch
 from lab_runs import LabRun, submitted
 from safetensors.torch import load_file
-from struck_runs import children_of
+from struck_runs import children_of, served_after
 from transformers import AutoModelForCausalLM
 from whole_runs import Ended
 
@@ -41,7 +43,7 @@ LASTING = (
     "cluster.environment.VLLM_SERVER_DEV_MODE=1",  # /collective_rpc, for the extension
 )
 PROMPTS = [[*(int(digit) for digit in f"{number:04}"), 10] for number in range(17, 10_000, 997)]  # "0017="
-RATE, CRAWL = "2mbit", "24kbit"  # a version of half a megabyte takes 2 s, and much longer than it may
+RATE, CRAWL = "2mbit", "8kbit"  # a version of half a megabyte takes 2 s, or eight minutes
 
 
 @dataclass(frozen=True)
@@ -106,29 +108,42 @@ def wait_for_transfer(sampler: Sampler) -> None:
 
 @dataclass(frozen=True)
 class Blow:
-    """What a sampler meets in the midst of an update, and what mends that again."""
+    """What a sampler meets in the midst of an update."""
 
     kind: str
     victim: int
     strike: Callable[[Sampler], None]
+    within_s: float  # so soon it serves no more
+    reasons: tuple[str, ...]
+    restarts: int = 1
     mend: Callable[[Sampler], None] = lambda _: None
 
 
+def corrupt(sampler: Sampler) -> None:
+    sampler.post("/collective_rpc", {"method": "flip_next_bucket"})
+
+
+# A sampler that does not take what is sent to it ends the transfer at the deadline of that; who does not come to the next group
+# within the deadline of its building is known to be at fault.
 BLOWS = (
-    Blow("stop", 1, lambda sampler: sampler.engine.suspend()),
-    Blow("corrupt byte", 0, lambda sampler: sampler.post("/collective_rpc", {"method": "flip_next_bucket"})),
-    Blow("kill", 0, lambda sampler: sampler.engine.kill()),
+    Blow("stop", 1, lambda sampler: sampler.engine.suspend(), 2 * DEADLINE_S, ("late",)),
+    Blow("corrupt byte", 0, corrupt, 2 * DEADLINE_S, ("mismatch",), restarts=0),
+    Blow("kill", 0, lambda sampler: sampler.engine.kill(), DEADLINE_S, ("died", "failed", "unreachable")),
     Blow(
         "cut",
         1,
         lambda sampler: lab_cluster.to_node("cut", sampler.node),
-        lambda sampler: lab_cluster.to_node("heal", sampler.node),
+        2 * DEADLINE_S,
+        ("late", "unreachable"),
+        mend=lambda sampler: lab_cluster.to_node("heal", sampler.node),
     ),
     Blow(
         "late",
         1,
         lambda sampler: lab_cluster.slow_down(sampler.node, CRAWL),
-        lambda sampler: lab_cluster.slow_down(sampler.node, RATE),
+        2 * DEADLINE_S,
+        ("late", "unreachable"),
+        mend=lambda sampler: lab_cluster.slow_down(sampler.node, RATE),
     ),
 )
 
@@ -146,30 +161,38 @@ def test_samplers_that_fail_in_an_update_are_left_out_and_come_back(tmp_path, no
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(inject))
     monkeypatch.setenv("PRL_FAULTS_WORKER", "faulty_extension.FaultyExtension")
     patient = lab_cluster.configured("SlurmdTimeout=300")  # Slurm, too, misses no node that is cut off for a while
-    with patient, submitted(tmp_path / "run", nodes, *LASTING, sampling=2) as run:
+    with patient, lab_cluster.small_buffers(nodes), submitted(tmp_path / "run", nodes, *LASTING, sampling=2) as run:
         wait_for_steps(run, 5)
         both = samplers(run)
         with lab_cluster.slow([sampler.node for sampler in both], RATE):
-            for blow in BLOWS:
-                check_blow(run, blow, both[blow.victim])
+            back = [(blow.victim, check_blow(run, blow, both[blow.victim]).time) for blow in BLOWS]
         answers = stop_and_ask(run, both)
         assert run.ended().outcome == "done"
         check_answers(run, answers)
+        check_records(run, back)
 
 
-def check_blow(run: LabRun, blow: Blow, victim: Sampler) -> None:
+def check_blow(run: LabRun, blow: Blow, victim: Sampler) -> Event:
+    """The event with which all samplers serve again."""
     wait_for_transfer(victim)
-    struck, step = time.time(), events(run, "step")[-1].step
+    before, struck = events(run, "samplers")[-1].values, time.time()
     blow.strike(victim)
     try:
         left = wait_for_samplers(run, struck, lambda event: event.values["samplers/serving"] == 1)
     finally:
         blow.mend(victim)
     back = wait_for_samplers(run, left.time, lambda event: event.values["samplers/serving"] == 2)
-    print(blow.kind, "left after", left.time - struck, "back after", back.time - struck, left.labels, back.labels, back.values)
-    wait_for_steps(run, events(run, "step")[-1].step + 3)
+    wait_for_steps(run, events(run, "step")[-1].step + 5)
+    new = Counter(back.values)
+    new.subtract(before)
     times = [struck, *(event.time for event in events(run, "step") if event.time > struck)]
-    print("longest wait", max(b - a for a, b in itertools.pairwise(times)), "steps", step, events(run, "step")[-1].step)
+    longest_s = max(later - earlier for earlier, later in itertools.pairwise(times))
+    print(f"{blow.kind}: {left.time - struck:.1f} s, back {back.time - struck:.1f} s, longest {longest_s:.1f} s", left, back)
+    assert left.time - struck < blow.within_s + ANSWER_S, left
+    assert sum(new[f"samplers/fenced_{reason}"] for reason in blow.reasons) == 1, new
+    assert new["samplers/restarts"] == blow.restarts, new
+    assert longest_s < blow.within_s + ANSWER_S  # the trainer, too, waits no longer
+    return back
 
 
 def stop_and_ask(run: LabRun, both: list[Sampler]) -> list[list[dict]]:
@@ -214,3 +237,20 @@ def check_answers(run: LabRun, answers: list[list[dict]]) -> None:
         assert logits.argmax(-1).tolist() == tokens
         expected = logits.log_softmax(-1).max(-1).values
         torch.testing.assert_close(torch.tensor(answer["logprobs"]).reshape(-1), expected, atol=1e-4, rtol=0)
+
+
+def check_records(run: LabRun, back: list[tuple[int, float]]) -> None:
+    """`back`: who came back, and when."""
+    result = audit(run.folder.path)
+    assert result.passed, render(result)
+    steps, commits = events(run, "step"), events(run, "weights")
+    assert [event.step for event in steps] == list(range(1, len(steps) + 1))
+    rewards = [event.values["data/reward_mean"] for event in steps]
+    assert statistics.mean(rewards[-5:]) > 2 * statistics.mean(rewards[:5])
+    assert [event.step for event in commits] == sorted(event.step for event in commits)
+    digests = {(event.labels["version"], event.labels["digest"]) for event in commits}
+    assert len({version for version, _ in digests}) == len(digests)  # a version that was sent again is the same
+    for victim, since in back:
+        served = served_after(run.folder, victim, since)
+        assert min(served) >= max(event.step for event in commits if event.time <= since)
+        assert max(served) > min(served)
