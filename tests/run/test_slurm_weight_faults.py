@@ -28,6 +28,7 @@ from whole_runs import Ended
 
 from prl.control.token import authorization, read_token
 from prl.metrics.events import Event
+from prl.report.audit import audit, render
 from prl.weights.digest import digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.slurm_netns]

@@ -64,20 +64,20 @@ class FaultyExtension(WorkerExtension):
     def flip_next_bucket(self) -> None:
         """Another bit arrives in the next bucket of a lane that is begun: the highest of an exponent."""
         receiver = self.weight_transfer_engine._link.end._receiver
-        begin, finish = receiver._begin, receiver._finish
+        begin, wait = receiver._begin, receiver._wait
         begun: dict[int, torch.Tensor] = {}  # by the number of the transfer
 
         def and_note(shipment: Any, buffer: torch.Tensor, end: float) -> Any:
             begun[shipment.number] = buffer
             return begin(shipment, buffer, end)
 
-        def and_flip(own: int, work: Any, end: float) -> None:
-            finish(own, work, end)
-            if (buffer := begun.get(receiver._own[own].number)) is not None:
+        def and_flip(shipment: Any, work: Any, end: float) -> None:
+            wait(shipment, work, end)
+            if (buffer := begun.get(shipment.number)) is not None:
                 buffer[3] ^= 0x40
-                receiver._begin, receiver._finish = begin, finish
+                receiver._begin, receiver._wait = begin, wait
 
-        receiver._begin, receiver._finish = and_note, and_flip
+        receiver._begin, receiver._wait = and_note, and_flip
 
     def break_group(self, method: str) -> None:
         """Let a method of the present transfer group (close, receive) fail with an error that is none of the transport's."""
