@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -20,7 +21,6 @@ from prl.cluster.executors import SUBMITTER
 from prl.cluster.record import read_record
 from prl.cluster.run import ProgramError
 from prl.cluster.slurm import cancel_waiting, jobs_in_queue, requeue, why_terminated
-from prl.cluster.split import make_split
 from prl.config.load import ConfigError, load
 from prl.config.plain_files import read_plain
 from prl.config.schema import Config
@@ -30,14 +30,14 @@ from prl.control.parent import end_with_parent
 from prl.control.ports import free_port
 from prl.control.token import read_token
 from prl.flow.ending import Means, Reason
-from prl.orchestrator.binding import bind
-from prl.orchestrator.main import Orchestrator
 from prl.orchestrator.node import run_agent
 from prl.orchestrator.outcome import RunFailed
-from prl.orchestrator.resume import find_start, publish_plan
 from prl.runfolder.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome, reserve
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import in_words, publish_json
+
+if TYPE_CHECKING:
+    from prl.orchestrator.main import Orchestrator
 
 WARNED = "warned by SIGUSR1: the time limit is near"
 POLL_S = 0.2  # how often other nodes look for rank 0's address on the shared filesystem
@@ -150,6 +150,12 @@ async def _orchestrate(
             f"attempt {attempt} was started before: a requeued job is no new attempt; use "
             f"prl-submit --resume {shlex.quote(str(run))}"
         )
+    # What no other node's agent waits for at its start.
+    from prl.cluster.split import make_split
+    from prl.orchestrator.binding import bind
+    from prl.orchestrator.main import Orchestrator
+    from prl.orchestrator.resume import find_start, publish_plan
+
     split = make_split(config)
     start = find_start(run, config, parts=False)  # the orchestrator checks them while the children start
     plan = bind(config, split, allocation, attempt)
@@ -191,7 +197,7 @@ async def _lead_through(
     attempt: int,
     allocation: Allocation,
     config: Config,
-    orchestrator: Orchestrator,
+    orchestrator: "Orchestrator",
     token: str,
     warnings: Sequence[int],
 ) -> Outcome:
@@ -228,7 +234,7 @@ def _why_terminated(job_id: str, restarts: int) -> Reason | None:
     return why_terminated(job_id, time.time(), restarts)
 
 
-async def _ask_what_for(warned: asyncio.Event, orchestrator: Orchestrator, why: Callable[[], Reason | None]) -> None:
+async def _ask_what_for(warned: asyncio.Event, orchestrator: "Orchestrator", why: Callable[[], Reason | None]) -> None:
     """Once Slurm has sent the signal of --signal: before the time limit, and at a preemption where the site has it so
     (PreemptParameters=send_user_signal)."""
     await warned.wait()
@@ -243,7 +249,7 @@ async def _ask_what_for(warned: asyncio.Event, orchestrator: Orchestrator, why: 
         orchestrator.leave(WARNED, "time limit")
 
 
-async def _ask_why(orchestrator: Orchestrator, why: Callable[[], Reason | None]) -> None:
+async def _ask_why(orchestrator: "Orchestrator", why: Callable[[], Reason | None]) -> None:
     """Once Slurm has sent SIGTERM: what it does to a job that is cancelled, preempted or over its time, or that has lost a
     node, and to a component that is cancelled alone, without which the run cannot go on."""
     await orchestrator.terminated.wait()

@@ -45,7 +45,7 @@ class Rig:
             ),
             domains=(DomainOptions(name="digits"),),
         )
-        self.config = replace(config, control=ControlOptions(heartbeat_s=0.1, **options))
+        self.config = replace(config, control=ControlOptions(**{"heartbeat_s": 0.1, **options}))
 
     async def __aenter__(self):
         self.token = create_token(self.run.token)
