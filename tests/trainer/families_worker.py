@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from families import CONFIGS, EXPERT_MODELS, LENGTHS, routings
+from families import CONFIGS, DIFFERENTIATED, EXPERT_MODELS, LENGTHS, routings
 from trainer_data import VOCABULARY, facts, microbatches
 
 from prl.trainer.options import TrainOptions
@@ -58,8 +59,9 @@ def main(folder: Path) -> None:
     from prl.trainer.checkpoint import begin_save, finish_save, load_checkpoint
     from prl.trainer.engine import Engine, build_engine
     from prl.trainer.hf_folder import read_weights, write_folder
+    from prl.trainer.lora import add_adapters
     from prl.trainer.mapping import export_weights, load_weights
-    from prl.trainer.model import build_model
+    from prl.trainer.model import build_model, unwrap
     from prl.trainer.packing import packed_sequences
     from prl.trainer.parallel import Channel, start_groups, stop_groups
     from prl.trainer.step import train_step
@@ -191,6 +193,19 @@ def main(folder: Path) -> None:
             found |= {f"{name}_a": linear.lora_a, f"{name}_of_a": linear.lora_a.grad, f"{name}_of_b": linear.lora_b.grad}
         report("adapter_gradients", {name: tensor.detach().numpy() for name, tensor in found.items()})
 
+    def refused_adapters() -> None:
+        """What is said of adapters in a model with experts, and in a dense one where Transformer Engine is found."""
+        words = {}
+        for name, engine in (("qwen3_moe", False), ("qwen2_linear", True)):
+            gpt = unwrap(loaded(name, one)[1][0])
+            with mock.patch.object(device, "has_transformer_engine", return_value=engine):
+                try:
+                    add_adapters(gpt, adapters.lora_rank)
+                except ValueError as error:
+                    words[name] = np.array(str(error))
+            assert all(parameter.requires_grad for parameter in gpt.parameters())
+        report("refused_adapters", words)
+
     def drawn(layout: str, name: str, options: TrainOptions) -> None:
         config = read_model_config(folder / name)
         chunks = build_model(config, options)
@@ -236,7 +251,7 @@ def main(folder: Path) -> None:
         start_groups(one, timeout_s=60.0)
         for name in [*CONFIGS, "qwen3_moe_fused"]:
             parity("one", name, one)
-        for name in ("mistral", *EXPERT_MODELS):
+        for name in DIFFERENTIATED:
             gradients("gradients", name, one)
         for attention in (gpu_attention.varlen, gpu_attention.transformer_engine):
             with attention():
@@ -250,6 +265,7 @@ def main(folder: Path) -> None:
         adapted("values", replace(adapters, value_head=True))
         adapted("recomputed", replace(adapters, recompute="full"))
         adapter_gradients(adapters)
+        refused_adapters()
         config, chunks = loaded("qwen3_moe", one)
         write_folder(results / "written", export_weights(chunks, config), folder / "qwen3_moe", "float32", 20_000)
     else:
