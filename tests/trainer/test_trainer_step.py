@@ -171,6 +171,15 @@ def test_matrices_decay_but_norms_and_biases_do_not(results, ranks, name):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_whose_tokens_a_mask_leaves_out_changes_nothing_and_is_not_skipped(results, ranks):
+    found = results[ranks, "all_masked"]
+    assert found["train/mask_fraction"] == 1
+    assert found["train/tokens"] == 50
+    assert found["train/loss"] == found["train/grad_norm"] == found["train/skipped"] == 0
+    assert found["same"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_clipping_warm_up_and_decay_equal_a_plain_loop(results, ranks):
     """torch's own AdamW on transformers' model: rates 0.005, 0.01, 0.01; decay of matrices alone; norm clipped at 0.05."""
     found = results[ranks, "step_scheduled"]

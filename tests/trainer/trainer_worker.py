@@ -270,6 +270,16 @@ def main(folder: Path) -> None:
         end = arrays(export_weights(engine.chunks, engine.config))
         report(name, {f"start:{key}": x for key, x in start.items()} | {f"end:{key}": x for key, x in end.items()})
 
+    def all_masked() -> None:
+        """A step of which a mask leaves out every token, and nothing else trains."""
+        bare = replace(tensor_parallel, entropy_coefficient=0.0, kl_coefficient=0.0, weight_decay=0.0)
+        engine = engine_of("qwen3", replace(bare, token_mask_high=1e-6))
+        start = arrays(export_weights(engine.chunks, engine.config))
+        metrics = train_step(engine, microbatches(), facts(1))
+        end = arrays(export_weights(engine.chunks, engine.config))
+        same = all(np.array_equal(end[name], values) for name, values in start.items())
+        report("all_masked", {"same": np.array(same)} | {key: np.array(value) for key, value in metrics.items()})
+
     def half_precision() -> None:
         engine = engine_of("qwen3", replace(tensor_parallel, dtype="bfloat16"))
         metrics = train_step(engine, microbatches(), facts(1))
@@ -301,6 +311,7 @@ def main(folder: Path) -> None:
     report("head_memory", output_layer.memory(tensor_parallel))
     report("head_digits", output_layer.digits(engine_of, tensor_parallel))
     decay(tensor_parallel)
+    all_masked()
     half_precision()
     steps_of("step_scheduled", replace(tensor_parallel, **SCHEDULE), microbatches)
     if ranks == 1:
