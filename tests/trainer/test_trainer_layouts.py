@@ -124,7 +124,7 @@ def test_weights_after_some_steps_are_those_of_one_rank(results, ranks, model, n
     """Adam divides gradients by their own size: a step is as long as the learning rate, 1e-3, also where the gradient is nearly
     nought, and what differs there is rounding. So weights need not be as near as gradients are. What must hold: each layout
     makes of its own gradients what AdamW does, within the digits of float32; where gradients are not small, weights are the
-    same to a hundredth of a step; elsewhere to a tenth, and few are so far apart."""
+    same to a hundredth of a step; elsewhere to a fifth, and few are so far apart."""
     found, expected = results[ranks, f"{model}_{name}"], results[1, f"{model}_one"]
     first, second = (parts(expected, f"{which}gradient:") for which in ("", "next_"))
     largest = max(np.abs(values).max() for values in first.values())
@@ -137,7 +137,7 @@ def test_weights_after_some_steps_are_those_of_one_rank(results, ranks, model, n
         difference = np.abs(found[f"end:{key}"] - values)
         small = np.minimum(np.abs(first[key]), np.abs(second[key])) < 1e-3 * largest
         assert difference[~small].max(initial=0.0) < 1e-5, key
-        assert difference.max() < 1e-4, key
+        assert difference.max() < 2e-4, key
         apart += (difference > 1e-5).sum()
     assert apart <= 0.001 * sum(values.size for values in first.values())
 
