@@ -2,7 +2,8 @@
 is cut or slows to a crawl, a byte changes on its way to it. Each is out of the group within its deadlines, the run goes on with
 the other one, and whoever comes back serves what the trainer holds.
 
-The nodes' networks are slow, so that a version is seconds on its way.
+The nodes' networks are slow, so that a version is seconds on its way, and their sockets hold little of it, as they do of one of
+many gigabytes.
 """
 
 import itertools
@@ -35,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.slurm_netns]
 TESTS = Path(__file__).parents[1]
 START_S = 300.0  # from a start to its steps on two busy cores
 DEADLINE_S = 12.0  # of the building of a group, and of each part of an update
-ANSWER_S = 5.0  # to be heard, and to be told, on busy cores
+ANSWER_S = 10.0  # to be heard, and to be told, on busy cores
 LASTING = (
     *("run.steps=100000", "run.stop_at_reward=null", "run.evaluate_every_steps=0", "sample.restarts=10"),
     *("weights.transport=lanes", f"weights.group_s={DEADLINE_S:g}", f"weights.update_s={DEADLINE_S:g}"),
@@ -188,11 +189,10 @@ def check_blow(run: LabRun, blow: Blow, victim: Sampler) -> Event:
     new.subtract(before)
     times = [struck, *(event.time for event in events(run, "step") if event.time > struck)]
     longest_s = max(later - earlier for earlier, later in itertools.pairwise(times))
-    print(f"{blow.kind}: {left.time - struck:.1f} s, back {back.time - struck:.1f} s, longest {longest_s:.1f} s", left, back)
-    assert left.time - struck < blow.within_s + ANSWER_S, left
-    assert sum(new[f"samplers/fenced_{reason}"] for reason in blow.reasons) == 1, new
-    assert new["samplers/restarts"] == blow.restarts, new
-    assert longest_s < blow.within_s + ANSWER_S  # the trainer, too, waits no longer
+    assert left.time - struck < blow.within_s + ANSWER_S, (blow.kind, left)
+    assert sum(new[f"samplers/fenced_{reason}"] for reason in blow.reasons) == 1, (blow.kind, new)
+    assert new["samplers/restarts"] == blow.restarts, (blow.kind, new)
+    assert longest_s < blow.within_s + ANSWER_S, blow.kind  # the trainer, too, waits no longer
     return back
 
 
