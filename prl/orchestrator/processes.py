@@ -11,6 +11,7 @@ from typing import Any
 from prl.control.options import ControlOptions
 from prl.control.server import Answer, Bell, ControlServer, Handler, Member
 from prl.flow.membership import IN_GROUP
+from prl.flow.patience import Patience
 from prl.flow.restarts import RestartRule, Restarts, Together
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
@@ -260,7 +261,7 @@ class ProcessDesk:
         """A member that was silent for too long is as good as dead; unless this process itself was held up, and has not read
         what they sent meanwhile. Until cancelled."""
         options = self._options
-        trusted = time.monotonic()  # from then on silence means something
+        patience = Patience(options.lost_after_s)
         while True:
             asleep = time.monotonic()
             await asyncio.sleep(options.heartbeat_s)
@@ -268,12 +269,11 @@ class ProcessDesk:
             self._look_after_trainers()
             for name in self._restarts.late(time.monotonic()):
                 self._give_up(name, f"{name} was started again and did not join in time")
-            if time.monotonic() - asleep > options.heartbeat_s + LATE_S:
-                log.warning("the orchestrator was held up for %.1f s", time.monotonic() - asleep - options.heartbeat_s)
-                trusted = time.monotonic()
-            if time.monotonic() - trusted < options.lost_after_s:
-                continue
-            for member in self._server.silent(options.lost_after_s):
+            now = time.monotonic()
+            if (late_s := now - asleep - options.heartbeat_s) > LATE_S:
+                log.warning("the orchestrator was held up for %.1f s", late_s)
+                patience.held_up(late_s, now)
+            for member in self._server.silent(patience.limit_s(now)):
                 words = f"{member.name} on {member.host} was silent for {options.lost_after_s:.0f} s; it was {member.doing}"
                 if member.role == "sampler":
                     if self._samplers.membership.state(member.index) in IN_GROUP:  # else it is known, or awaited anew
