@@ -3,7 +3,7 @@ the ledger and the step files behind it."""
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -89,9 +89,8 @@ def find_start(
     if len(earlier) < manifest.events:
         raise ResumeError(f"{path} counts on {manifest.events} rows of the ledger in {run.ledgers}, which has {len(earlier)}")
     try:
-        since = list(ledger_events(earlier.slice(manifest.events)))
         dispatcher = Dispatcher(settings, manifest.dispatcher)
-        dispatcher.replay(since)
+        dispatcher.replay(ledger_events(earlier.slice(manifest.events)))
     except (DispatcherError, StreamError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ResumeError(
             f"{path}: its state and the ledger in {run.ledgers} do not fit together ({type(error).__name__}: {error}): they "
@@ -100,7 +99,7 @@ def find_start(
     if lineage is None:
         plan = _last_plan(run)
         lineage = 1 if plan is None else plan.lineage + 1
-    remains = _behind(run, config, manifest, refused, earlier, since, lineage, go_on)
+    remains = _behind(run, config, manifest, refused, earlier, lineage, go_on)
     return go_back(remains, dispatcher, "attempt ended")
 
 
@@ -108,9 +107,7 @@ def find_remains(run: RunFolder, config: Config, lineage: int, go_on: GoOn = alw
     """Where the newest whole checkpoint, or without any the model, and what lies behind it lead new trainers of the attempt
     that goes on. All that the ledger is to say has to be durable. Raises ResumeError."""
     manifest, refused = _newest(run, parts=True, go_on=go_on)
-    earlier = read_ledger(run.ledgers)
-    since = list(ledger_events(earlier.slice(0 if manifest is None else manifest.events)))
-    return _behind(run, config, manifest, refused, earlier, since, lineage, go_on)
+    return _behind(run, config, manifest, refused, read_ledger(run.ledgers), lineage, go_on)
 
 
 def go_back(remains: Remains, dispatcher: Dispatcher, reason: str) -> Start:
@@ -146,19 +143,19 @@ def _behind(
     manifest: Manifest | None,
     refused: Sequence[str],
     earlier: pa.Table,
-    since: Sequence[LedgerEvent],
     lineage: int,
     go_on: GoOn,
 ) -> Remains:
-    """`earlier` is the ledger, `since` what it says behind the manifest: all of it, where there is none."""
+    """`earlier` is the ledger."""
     step, left, forks = (0, 0, {}) if manifest is None else (manifest.step, manifest.lineage, dict(manifest.forks))
     forks |= dict.fromkeys(range(left + 1, lineage + 1), step)  # also of attempts and trainers that left nothing
     told: list[str] = []
     if config.run.replay:
         waiting = replayed_steps(config, step)
     else:
-        waiting, told = _steps_behind(run, config.run.mark, step, earlier, since, go_on)
-        _check_trained_again(run, step, waiting, since, refused)
+        trained = _trained_behind(earlier, step)
+        waiting, told = _steps_behind(run, config.run.mark, step, earlier, trained, go_on)
+        _check_trained_again(run, step, waiting, max(trained, default=step), refused)
     in_files = {rollout for entry in waiting for rollout in entry.trained}
     issued = _events_of(earlier, {rollout.group for rollout in in_files}, {"issued"})
     return Remains(
@@ -234,11 +231,11 @@ def _check_ledgers(run: RunFolder) -> None:
 
 
 def _check_trained_again(
-    run: RunFolder, step: int, waiting: Sequence[StepEntry], since: Iterable[LedgerEvent], refused: Sequence[str]
+    run: RunFolder, step: int, waiting: Sequence[StepEntry], last_trained: int, refused: Sequence[str]
 ) -> None:
     """What was trained behind the checkpoint can only be trained again from its step file: its rollouts have ended."""
     found = {int(entry.file["step"]) for entry in waiting}
-    missing = [number for number in range(step + 1, _last_trained(since, step) + 1) if number not in found]
+    missing = [number for number in range(step + 1, last_trained + 1) if number not in found]
     if missing:
         why = f" (older than the newest, since {'; '.join(refused)})" if refused else ""
         raise ResumeError(
@@ -247,19 +244,14 @@ def _check_trained_again(
         )
 
 
-def _last_trained(since: Iterable[LedgerEvent], step: int) -> int:
-    return max((event.step for event in since if event.kind == "trained"), default=step)
-
-
 def _steps_behind(
-    run: RunFolder, name: str, step: int, earlier: pa.Table, since: Sequence[LedgerEvent], go_on: GoOn
+    run: RunFolder, name: str, step: int, earlier: pa.Table, trained: Mapping[int, Set[RolloutId]], go_on: GoOn
 ) -> tuple[list[StepEntry], list[str]]:
     """Step files step+1, step+2, ... without a gap, up to the first one of which a rollout has ended otherwise. Files that are
     damaged, or that the run of this name has not written with its model, are set aside and told (the second answer) where
     another one of the step is sound, or nobody has trained it, so that it is made anew. So are those beside the one that a step
     was trained from: a preprocessor that died may have left one that it never announced."""
-    found, last = all_steps(run.steps), _last_trained(since, step)
-    trained = _trained_on(since)
+    found, last = all_steps(run.steps), max(trained, default=step)
     newest = max(run.attempts(), default=0)
     vocabulary = _vocabulary(run) if step + 1 in found else None
     entries, told = [], []
@@ -312,12 +304,13 @@ def _check_issued(file: Path, ids: Sequence[RolloutId], ledger: pa.Table) -> Non
         raise StreamError(f"{file}: holds {len(strange)} rollouts that were never issued, {strange[0]} for one")
 
 
-def _trained_on(since: Iterable[LedgerEvent]) -> dict[int, set[RolloutId]]:
-    """Step to the rollouts that it was trained on."""
+def _trained_behind(ledger: pa.Table, step: int) -> dict[int, set[RolloutId]]:
+    """Step behind `step` to the rollouts that it was trained on, in whatever lineage: one that the run has gone back behind may
+    have come further than the checkpoint's, and have been recorded before it."""
+    rows = ledger.filter((pc.field("event") == "trained") & (pc.field("step") > step))
     trained: dict[int, set[RolloutId]] = {}
-    for event in since:
-        if event.kind == "trained":
-            trained.setdefault(event.step, set()).add(event.rollout)
+    for event in ledger_events(rows):
+        trained.setdefault(event.step, set()).add(event.rollout)
     return trained
 
 

@@ -138,6 +138,33 @@ def test_a_lost_step_file_behind_the_checkpoint_is_told(tmp_path):
         find_start(first.run, CONFIG)
 
 
+@pytest.mark.parametrize("loss", ["lost", "damaged", "of other rollouts"])
+def test_a_step_that_only_an_earlier_lineage_had_come_to_is_trained_again_from_its_file_or_that_is_told(tmp_path, loss):
+    """Steps 2 and 3 were trained behind the checkpoint of step 1; after a rollback to it step 2 was again, and saved."""
+    first = Attempt(tmp_path)
+    first.lease(6)
+    first.train(1, 0, 1)
+    first.checkpoint(1)
+    first.train(2, 2, 3)
+    first.train(3, 4, 5)
+    first.ledger.append(first.dispatcher.went_back(Version(1, 1), "trainer ended", range(6)))
+    first.ledger.append(first.dispatcher.trained(2, first.ids(2, 3)))
+    first.checkpoint(2)
+    start = find_start(first.run, CONFIG)
+    assert [(entry.file["step"], entry.trained) for entry in start.waiting] == [(3, sorted(first.ids(4, 5)))]
+    path = find_steps(first.run.steps)[3].path
+    if loss == "damaged":
+        flip(path, 100)
+    else:
+        path.unlink()
+    if loss == "of other rollouts":
+        first.dispatcher.committed(Version(1, 2))
+        first.lease(2)
+        step_file(first.run, 3, first.ids(6, 7), 9)
+    with pytest.raises(ResumeError, match=r"step 3 was trained behind the checkpoint .*restore it, or submit the run anew"):
+        find_start(first.run, CONFIG)
+
+
 def test_the_lineage_rises_also_over_attempts_that_left_no_checkpoint(tmp_path):
     first = Attempt(tmp_path)
     first.lease(2)
