@@ -175,6 +175,9 @@ class LedgerDesk:
 
     async def settled(self) -> None:
         """Everything recorded before this call is durable; raises where that failed."""
+        await to_its_end(self._settled())  # a task of its own, as each record is: they take the lock in their order
+
+    async def _settled(self) -> None:
         async with self._lock:
             if self._broken is not None:
                 raise RuntimeError(f"the ledger lacks rows that could not be written: {self._broken!r}") from self._broken

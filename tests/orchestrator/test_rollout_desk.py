@@ -10,10 +10,10 @@ import pytest
 from prl.control.server import Bell, Member
 from prl.flow.dispatcher import Dispatcher, DispatcherSettings
 from prl.flow.events import LedgerEvent, to_discard_rows, to_rows
-from prl.flow.ids import Lease
+from prl.flow.ids import Lease, RolloutId
 from prl.flow.versions import Version
 from prl.orchestrator import rollouts, steps
-from prl.orchestrator.rollouts import RolloutDesk
+from prl.orchestrator.rollouts import LedgerDesk, RolloutDesk
 from prl.orchestrator.steps import StepDesk, StepEntry
 
 
@@ -266,3 +266,19 @@ def test_rollouts_that_an_actor_gave_up_end_with_their_reason():
         assert desks.dispatcher.ended([missing, kept]) == [missing]
 
     play(scenario())
+
+
+def test_what_was_recorded_before_is_durable_once_the_ledger_is_settled():
+    """Also where the record has not come to the storage yet."""
+    durable = []
+
+    async def scenario():
+        desk = LedgerDesk(durable.extend)
+        event = LedgerEvent(RolloutId(0, "d/1", 0, 0, 0), "issued", Version(0, 0), -1, "")
+        recording = asyncio.create_task(desk.record([event]))
+        await asyncio.sleep(0)
+        await desk.settled()
+        assert durable == [event]
+        await recording
+
+    asyncio.run(scenario())
