@@ -138,6 +138,11 @@ def _parts(config: Config) -> Iterator[str]:
         trouble = _trouble_of_file(redis.password_file)
         if trouble:
             yield f"streams.redis.password_file = {redis.password_file}: {trouble}; name the file with the server's password"
+    if config.streams.backend == "redis" and redis.full_s < control.trainers_s:
+        yield (
+            f"streams.redis.full_s = {redis.full_s}: trainers that begin again may take control.start_s + control.wait_s = "
+            f"{control.trainers_s} s, and nobody makes room in Redis meanwhile; set at least that, or lower those"
+        )
     if config.streams.backend == "redis" and config.streams.keep == "all":
         yield (
             "streams.keep = all: Redis keeps no rollout that is done with; set streams.backend: folder, or streams.keep: needed"

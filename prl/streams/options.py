@@ -17,7 +17,11 @@ class RedisOptions:
     max_mib: Annotated[
         int, "an actor waits while more than so many MiB of its rollouts are in the server and not yet done with", AtLeast(1)
     ] = 1024
-    full_s: Annotated[float, "and gives up after so many seconds", Above(0)] = 600.0
+    full_s: Annotated[
+        float,
+        "and gives up after so many seconds; at least control.start_s + control.wait_s, in which trainers may begin again",
+        Above(0),
+    ] = 1200.0
     reconnect_s: Annotated[float, "seconds for which a server that does not answer is tried again", Above(0)] = 60.0
 
 

@@ -185,6 +185,10 @@ def test_redis_needs_one_server(good, tmp_path):
     kept = replace(good, streams={"backend": "redis", "redis": RedisOptions(url=url), "keep": "all"})
     (problem,) = problems(kept)
     assert problem.startswith("streams.keep = all: Redis keeps no rollout that is done with")
+    slow = replace(good, streams={"backend": "redis", "redis": RedisOptions(url=url)}, control={"wait_s": 3000.0})
+    (problem,) = problems(slow)
+    assert problem.startswith("streams.redis.full_s = 1200.0: trainers that begin again may take control.start_s + ")
+    assert "3300.0 s" in problem
     there = replace(good, streams={"redis": RedisOptions(url=url, password_file="secret")})
     assert resolve_paths(there, tmp_path).streams.redis.password_file == str(tmp_path / "secret")
 
