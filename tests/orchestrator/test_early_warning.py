@@ -11,13 +11,13 @@ from prl.runfolder.paths import RunFolder
 
 WARNED_MEANWHILE = """
 import os, signal, sys
-from prl.orchestrator import agent
+from prl.orchestrator import agent, resume
 
-def find_start(*arguments, find_start=agent.find_start, **options):
+def find_start(*arguments, find_start=resume.find_start, **options):
     os.kill(os.getpid(), signal.SIGUSR1)
     return find_start(*arguments, **options)
 
-agent.find_start = find_start
+resume.find_start = find_start
 agent.run_node(sys.argv[1])
 """
 
