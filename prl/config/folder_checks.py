@@ -16,7 +16,10 @@ def new_folder_problems(config: Config) -> Iterator[str]:
     run = Path(config.run.folder)
     other = "choose another run.folder or run.name"
     try:
-        if not run.is_dir():
+        around = next(filter(_holds_run, Path(os.path.realpath(run)).parents), None)
+        if around is not None:
+            yield f"run.folder = {run}: lies in the folder of another run, {around}; {other}"
+        elif not run.is_dir():
             first = next(path for path in (run, *run.parents) if os.path.lexists(path))
             if first == run or not first.is_dir():
                 yield f"run.folder = {run}: {first} is no folder; {other}"
@@ -25,7 +28,7 @@ def new_folder_problems(config: Config) -> Iterator[str]:
         elif not any(run.iterdir()):
             if not _may_write(run):
                 yield f"run.folder = {run}: cannot be written; {other}, or have its owner permit it (chmod)"
-        elif not (run / "config.yaml").exists():
+        elif not _holds_run(run):
             yield f"run.folder = {run}: is not empty and holds no run; {other}"
         elif any(run.glob("checkpoints/step_*/manifest.json")):
             yield (
@@ -57,6 +60,11 @@ def resumed_folder_problems(config: Config, model: ModelConfig | None) -> Iterat
     if troubles:
         what = f"make it a link to {config.model.path} again" if config.model.path else "restore it, or submit the run anew"
         yield f"--resume {run}: the run's model folder {folder} is not whole ({'; '.join(troubles)}); {what}"
+
+
+def _holds_run(folder: Path) -> bool:
+    """Each attempt's folder holds a config.yaml, too, and so may folders that are not prl's."""
+    return os.path.lexists(folder / "config.yaml") and any(folder.glob("attempt_*"))
 
 
 def _may_write(folder: Path) -> bool:

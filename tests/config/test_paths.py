@@ -53,17 +53,24 @@ def test_a_folder_that_holds_another_run(good):
     assert check(good, memory_bytes=16 * GIB) == []
     (folder / "notes.txt").touch()
     assert problems(good) == [f"run.folder = {folder}: is not empty and holds no run; choose another run.folder or run.name"]
-    (folder / "config.yaml").touch()
+    (folder / "config.yaml").touch()  # of another program
+    assert problems(good) == [f"run.folder = {folder}: is not empty and holds no run; choose another run.folder or run.name"]
+    (line,) = problems(replace(good, run={"folder": str(folder / "notes.txt")}))
+    assert line.startswith(f"run.folder = {folder}/notes.txt: {folder}/notes.txt is no folder; choose another")
+    (line,) = problems(replace(good, run={"folder": str(folder / "notes.txt/under")}))
+    assert line.startswith(f"run.folder = {folder}/notes.txt/under: {folder}/notes.txt is no folder")
+    (folder / "attempt_001").mkdir()
+    (folder / "attempt_001/config.yaml").touch()
+    (folder / "latest").symlink_to("attempt_001")
+    for inner in ("attempt_001", "latest", "checkpoints/step_000005", "new"):
+        (line,) = problems(replace(good, run={"folder": str(folder / inner)}))
+        assert line.startswith(f"run.folder = {folder}/{inner}: lies in the folder of another run, {folder}; choose another")
     (line,) = problems(good)
     assert line.startswith(f"run.folder = {folder}: already holds another run, which has no checkpoint to go on from; delete")
     (folder / "checkpoints/step_000005").mkdir(parents=True)
     (folder / "checkpoints/step_000005/manifest.json").touch()
     (line,) = problems(good)
     assert line.startswith(f"run.folder = {folder}: already holds another run; go on with it by prl-submit --resume {folder}")
-    (line,) = problems(replace(good, run={"folder": str(folder / "notes.txt")}))
-    assert line.startswith(f"run.folder = {folder}/notes.txt: {folder}/notes.txt is no folder; choose another")
-    (line,) = problems(replace(good, run={"folder": str(folder / "notes.txt/under")}))
-    assert line.startswith(f"run.folder = {folder}/notes.txt/under: {folder}/notes.txt is no folder")
     write_model_folder(good.model, folder / "model")
     assert check(good, resume=True, memory_bytes=16 * GIB) == []
 
@@ -89,6 +96,7 @@ def test_a_suggested_command_can_be_copied(good, tmp_path):
     (folder / "checkpoints/step_000005").mkdir(parents=True)
     (folder / "checkpoints/step_000005/manifest.json").touch()
     (folder / "config.yaml").touch()
+    (folder / "attempt_001").mkdir()
     (line,) = problems(replace(good, run={"folder": str(folder)}))
     assert f"go on with it by prl-submit --resume '{folder}', or choose" in line
 
