@@ -124,18 +124,20 @@ def _parts(config: Config) -> Iterator[str]:
             f"streams.redis.start = {str(redis.start).lower()} with streams.redis.url = {redis.url!r}: streams.backend = redis "
             "needs one of them, a server of the run's own or the URL of another"
         )
-    if config.streams.backend == "redis" and redis.url and urlsplit(redis.url).scheme not in REDIS_SCHEMES:
+    if config.streams.backend == "redis" and redis.url and not _is_redis_address(redis.url):
         yield (
             f"streams.redis.url = {redis.url}: is no address of a Redis server; write e.g. redis://host:6379/0 "
             f"({', '.join(REDIS_SCHEMES)})"
         )
-    if config.streams.backend == "redis" and redis.url and urlsplit(redis.url).password:
+    elif config.streams.backend == "redis" and redis.url and urlsplit(redis.url).password:
         yield (
             "streams.redis.url: holds a password, which logs would show; write it into a file, and name that by "
             "streams.redis.password_file"
         )
     if config.streams.backend == "redis" and redis.password_file:
         trouble = _trouble_of_file(redis.password_file)
+        if not trouble and not Path(redis.password_file).is_file():
+            trouble = "is no regular file"
         if trouble:
             yield f"streams.redis.password_file = {redis.password_file}: {trouble}; name the file with the server's password"
     if config.streams.backend == "redis" and redis.full_s < control.trainers_s:
@@ -169,6 +171,17 @@ def _parts(config: Config) -> Iterator[str]:
             f"control.lost_after_s = {control.lost_after_s}: every process would count as lost between two heartbeats "
             f"(control.heartbeat_s = {control.heartbeat_s}); set several times that"
         )
+
+
+def _is_redis_address(url: str) -> bool:
+    """Whether it names a host, with a port or without, or the path of a socket."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in REDIS_SCHEMES and parts.port != 0 and bool(parts.path if parts.scheme == "unix" else parts.hostname)
+        )
+    except ValueError:  # brackets that are not closed, a port that is no number or too large
+        return False
 
 
 def _quantized(config: Config) -> Iterator[str]:
@@ -220,6 +233,11 @@ def _warnings(config: Config) -> list[str]:
         found.append(
             f"train.lora_rank = {config.train.lora_rank}: adapters are for models without Transformer Engine, and whether that "
             f"is installed on the job's nodes is not known here; where it is, the trainer refuses to start"
+        )
+    if config.control.no_progress_s >= config.control.wait_s:
+        found.append(
+            f"control.no_progress_s = {config.control.no_progress_s}: is not below control.wait_s = {config.control.wait_s}, "
+            f"at which waits end without a word on who was waited for; lower the one or raise the other"
         )
     if config.preprocess.pack_tokens < config.sample.max_model_len:
         found.append(

@@ -51,8 +51,15 @@ def _container(config: Config) -> Iterator[str]:
         if cluster.container_image is not None:
             yield f"cluster.container_image = {cluster.container_image}: set cluster.container to pyxis or apptainer, too"
         return
-    if cluster.container_image is None:
-        yield f"cluster.container_image = null: cluster.container = {cluster.container} needs an image"
+    if not cluster.container_image:
+        image = "null" if cluster.container_image is None else "''"
+        yield f"cluster.container_image = {image}: cluster.container = {cluster.container} needs an image"
+    for number, mount in enumerate(cluster.container_mounts):
+        if not mount.split(":")[:2][-1].startswith("/"):
+            yield (
+                f"cluster.container_mounts[{number}] = {mount}: the container sees folders under absolute paths; write /FOLDER "
+                f"or FROM:/TO[:ro], with variables and ~ written out"
+            )
     if cluster.container == "pyxis" and cluster.container_arguments:
         yield "cluster.container_arguments: are apptainer's; for pyxis put srun's options into cluster.srun"
     if cluster.nodes is None:

@@ -8,6 +8,7 @@ from prl.cli import plan, submit
 from prl.cluster import claims
 from prl.config.load import load
 
+PYXIS = ("cluster.container=pyxis", "cluster.container_image=a")
 PROFILE = """
 cluster:  # of a site
   partition: gpu
@@ -78,6 +79,17 @@ def test_a_runs_own_configuration_needs_no_profile_any_more(config):
         (
             ["--nodes", "2", "--set", "cluster.container=pyxis"],
             "cluster.container_image = null: cluster.container = pyxis ",
+        ),
+        (
+            ["--nodes", "2", "--set", "cluster.container=apptainer", "cluster.container_image=''"],
+            "cluster.container_image = '': cluster.container = apptainer ",
+        ),
+        *(
+            (
+                ["--nodes", "2", "--set", *PYXIS, f"cluster.container_mounts=['{mount}']"],
+                f"cluster.container_mounts[0] = {mount}: the container sees folders under absolute paths",
+            )
+            for mount in ("", "data", "~/data", "/data:data", "/data:")
         ),
         (
             ["--set", "cluster.container=apptainer", "cluster.container_image=a.sif"],

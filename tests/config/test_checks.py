@@ -174,6 +174,11 @@ def test_warnings_do_not_stop_a_run(good):
     assert "longer rollouts are discarded" in pack
 
 
+def test_waits_that_end_before_a_standstill_is_noticed(good):
+    (warning,) = check(replace(good, control={"wait_s": 600.0}), memory_bytes=16 * GIB)
+    assert warning.startswith("control.no_progress_s = 600.0: is not below control.wait_s = 600.0")
+
+
 def test_redis_needs_one_server(good, tmp_path):
     url = "redis://host:6379/0"
     for redis in (RedisOptions(), RedisOptions(start=True, url=url)):
@@ -197,11 +202,18 @@ def test_redis_needs_one_server(good, tmp_path):
     ("redis", "words"),
     [
         (RedisOptions(url="host:6379"), "streams.redis.url = host:6379: is no address of a Redis server; write e.g. redis://"),
-        (RedisOptions(url="nonsense"), "streams.redis.url = nonsense: is no address of a Redis server"),
+        *(
+            (RedisOptions(url=url), f"streams.redis.url = {url}: is no address of a Redis server")
+            for url in ("nonsense", "redis://", "redis://[::1/0", "redis://host:99999", "redis://host:x", "unix://")
+        ),
         (RedisOptions(url="redis://:secret@host:6379/0"), "streams.redis.url: holds a password, which logs would show"),
         (
             RedisOptions(url="redis://host", password_file="/no/such/file"),
             "streams.redis.password_file = /no/such/file: no such file; name the file with the server's password",
+        ),
+        (
+            RedisOptions(url="unix:///run/redis.sock", password_file="/dev/null"),
+            "streams.redis.password_file = /dev/null: is no regular file; name the file with the server's password",
         ),
     ],
 )
