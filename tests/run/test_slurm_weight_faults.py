@@ -40,6 +40,7 @@ ANSWER_S = 10.0  # to be heard, and to be told, on busy cores
 LASTING = (
     *("run.steps=100000", "run.stop_at_reward=null", "run.evaluate_every_steps=0", "sample.restarts=10"),
     *("weights.transport=lanes", f"weights.group_s={DEADLINE_S:g}", f"weights.update_s={DEADLINE_S:g}"),
+    "cluster.preflight.bandwidth_mib_per_s=0.1",  # with small buffers, on busy cores
     # A node that is cut off is back before anybody but those who send weights gives it up.
     "control.lost_after_s=120",
     "cluster.environment.VLLM_SERVER_DEV_MODE=1",  # /collective_rpc, for the extension
@@ -86,7 +87,11 @@ def events(run: LabRun, kind: str) -> list[Event]:
 
 
 def wait_for_steps(run: LabRun, step: int) -> None:
-    lab_cluster.wait_until(lambda: any(event.step >= step for event in events(run, "step")), START_S, lambda: run.logs(1))
+    def there() -> bool:
+        assert not run.folder.exit(1).exists(), run.logs(1)
+        return any(event.step >= step for event in events(run, "step"))
+
+    lab_cluster.wait_until(there, START_S, lambda: run.logs(1))
 
 
 def wait_for_samplers(run: LabRun, since: float, condition: Callable[[Event], bool], deadline_s: float = START_S) -> Event:
