@@ -88,6 +88,7 @@ def audit(path: Path | str) -> Audit:
         return _with_findings(result, findings)
     _count(result, ledger)
     _check_ids(result, ledger, findings)
+    _check_numbers(ledger, _group_sizes(run, config, attempts), findings)
     files = read_rollout_files(run, config.run.mark, lambda: _reclaimed(run), ledger.problems, findings)
     _check_rollout_files(result, run, config, ledger, files, findings)
     _check_step_files(result, run, config, ledger, files, findings)
@@ -163,7 +164,6 @@ def _check_ids(result: Audit, ledger: Ledger, findings: Findings) -> None:
     result.open = int(still_open.sum())
     if result.ended == "done":
         findings.add_ids(ids[still_open], "has no end, and the run says that it ended well")
-    _check_numbers(result, ledger, findings)
 
 
 def _check_repeated(result: Audit, ledger: Ledger, abandoned: Int64, findings: Findings) -> None:
@@ -176,12 +176,29 @@ def _check_repeated(result: Audit, ledger: Ledger, abandoned: Int64, findings: F
         findings.add_ids(new, f"was trained in step {step}, but not when lineage {lineage} trained it before it was abandoned")
 
 
-def _check_numbers(result: Audit, ledger: Ledger, findings: Findings) -> None:
-    """Groups, rollouts, issues and steps are numbered without gaps."""
+def _group_sizes(run: RunFolder, config: Config, attempts: Sequence[int]) -> Int64:
+    """How many rollouts groups have, rising: a resume may have changed it. Empty where an attempt's is not known."""
+    configs = [run.attempt_config(attempt) for attempt in attempts]
+    try:
+        found = [config, *(load(path) for path in configs if os.path.lexists(path))]
+    except ConfigError:  # a finding, where that attempt has made a step file
+        return np.empty(0, np.int64)
+    return np.unique([each.run.rollouts_per_group for each in found]).astype(np.int64)
+
+
+def _check_numbers(ledger: Ledger, sizes: Int64, findings: Findings) -> None:
+    """Groups, rollouts, issues and steps are numbered without gaps, and groups are issued whole."""
     pairs, counts = np.unique(pairs_of(ledger.ids), return_counts=True)  # (group, issue)
-    last = np.zeros(len(pairs), np.int64)
-    np.maximum.at(last, np.searchsorted(pairs, pairs_of(ledger.ids)), Ids.rollout(ledger.ids))
-    findings.add_groups(pairs[last + 1 != counts], "some of its rollouts were issued, and some below them were not")
+    numbers = np.zeros(len(pairs), np.int64)
+    np.maximum.at(numbers, np.searchsorted(pairs, pairs_of(ledger.ids)), Ids.rollout(ledger.ids) + 1)
+    wanted = sizes[np.minimum(np.searchsorted(sizes, numbers), len(sizes) - 1)] if len(sizes) else numbers
+    broken = (counts != wanted) | (numbers > wanted)
+    for pair, size in zip(pairs[broken][:SHOWN].tolist(), wanted[broken].tolist(), strict=False):
+        whole = Ids.of_pair(pair, np.arange(size))
+        issued = ledger.ids[pairs_of(ledger.ids) == pair]
+        findings.add_ids(np.setdiff1d(whole, issued), "was never issued, but others of its group were")
+        findings.add_ids(np.setdiff1d(issued, whole), f"was issued, but its group has {size} rollouts")
+    findings.add_groups(pairs[broken][SHOWN:], "was issued in part")
     ended_again = np.unique(pairs_of(ledger.key[ledger.kind == AGAIN]))
     early = (Ids.issue_of_pair(pairs) > 0) & ~np.isin(pairs - 1, ended_again)
     findings.add_groups(pairs[early], "was handed out, but the issue before it was not issued again")

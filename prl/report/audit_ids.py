@@ -30,6 +30,10 @@ class Ids:
         return (((columns[0] << cls.ISSUE_BITS) | columns[1]) << cls.ROLLOUT_BITS) | columns[2]
 
     @classmethod
+    def of_pair(cls, pair: int, rollouts: Int64) -> Int64:
+        return (pair << cls.ROLLOUT_BITS) | rollouts
+
+    @classmethod
     def rollout(cls, keys: Int64) -> Int64:
         return keys & ((1 << cls.ROLLOUT_BITS) - 1)
 

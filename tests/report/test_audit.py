@@ -301,6 +301,36 @@ def test_open_ids_are_a_fault_only_where_the_run_says_that_it_ended_well(good, t
     assert "has no end, and the run says that it ended well" in render(audit(crashed.path))
 
 
+@pytest.mark.parametrize("rollout", [0, 2])
+@pytest.mark.parametrize("damage", ["deleted", "renumbered"])
+def test_one_issued_row_of_a_group_that_was_under_way(tmp_path, rollout, damage):
+    """Nothing else speaks of these rollouts; the last of the last group leaves no gap in any numbers."""
+    run, ids = play_until_crash(tmp_path / "crashed"), []
+
+    def edit(events):
+        ended = {event.rollout for event in events if event.kind != "issued"}
+        group = max(event.rollout.group for event in events if event.rollout not in ended)
+        row = next(n for n, e in enumerate(events) if (e.rollout.group, e.rollout.rollout) == (group, rollout))
+        ids.append(events[row].rollout)
+        other = replace(events[row], rollout=replace(ids[0], rollout=rollout + FAR))
+        return [*events[:row], *([other] if damage == "renumbered" else []), *events[row + 1 :]]
+
+    edit_ledger(run, edit)
+    assert names(run, *ids), render(audit(run.path))
+
+
+def test_groups_of_several_sizes_where_a_resume_has_changed_it(run):
+    """Which of the two a group has is not known: it has to be one of them."""
+    text = run.config.read_text()
+    run.config.write_text(text.replace("rollouts_per_group: 3", "rollouts_per_group: 5"))
+    assert audit(run.path).passed, render(audit(run.path))
+    for attempt in (1, 2):
+        run.attempt_config(attempt).unlink()
+    assert "rollout 3: was never issued, but others of its group were" in render(audit(run.path))
+    run.config.write_text(text.replace("rollouts_per_group: 3", "rollouts_per_group: 2"))
+    assert "rollout 2: was issued, but its group has 2 rollouts" in render(audit(run.path))
+
+
 def play_until_crash(folder) -> RunFolder:
     run, settings = new_run(folder)
     with pytest.raises(Crash):
