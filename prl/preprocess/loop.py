@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from prl.preprocess.assemble import DROPPED, Moment
 from prl.preprocess.builder import BuilderSettings, Built, PublishedStep, UnreadableEntry, Workshop
 from prl.preprocess.replay import replay
 from prl.preprocess.steps import Arrival, StepMaker, StepOrder
-from prl.streams.contract import Cursor, announced
+from prl.streams.contract import Cursor, Published, announced
 from prl.streams.files import StreamError, next_sequence
 from prl.streams.opening import open_reader
 from prl.streams.records import Group
@@ -89,7 +89,7 @@ class _Loop:
         self._sequence = next_sequence(child.run.steps)
         self._reader = open_reader(child.run, child.config.run.mark, child.attempt, child.config.streams, vocabulary)
         self._unreadable: set[str] = set()  # entries
-        self._released: Cursor = {}  # entries that are done with
+        self._released: tuple[Cursor, Set[Published]] = {}, frozenset()  # what is done with, and what of it is not
 
     async def run(self) -> None:
         tasks = [asyncio.create_task(self._order_steps()), asyncio.create_task(self._publish_steps())]
@@ -196,12 +196,10 @@ class _Loop:
     async def _release(self, announced: Mapping[str, int]) -> None:
         """Entries of which nothing waits and nothing is in the making are done with: what was published is durable. Also those
         that were announced before this process began."""
-        done = dict(announced)
         building = (member.entry for job in self._jobs for member in job.order.members)
-        for entry in chain(self._maker.entries(), building):
-            done[entry.writer] = min(done[entry.writer], entry.sequence - 1)
+        done = dict(announced), frozenset(chain(self._maker.entries(), building))
         if done != self._released:
-            await asyncio.to_thread(self._reader.release, done)
+            await asyncio.to_thread(self._reader.release, *done)
             self._released = done
 
     def _order(self, answer: Mapping[str, Any], awaited_from: int) -> None:

@@ -4,7 +4,7 @@ A store moves bytes; what is in them, and everything that both sides check, is t
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -80,8 +80,8 @@ class Source(Protocol):
     def set_aside(self, entry: Published) -> None:
         """Keep an unreadable entry out of everybody's way, for a person to look at."""
 
-    def release(self, done: Cursor) -> None:
-        """Nobody will ask again for entries up to the cursor."""
+    def release(self, done: Cursor, held: Collection[Published] = ()) -> None:
+        """Nobody will ask again for entries up to the cursor, but for those `held`."""
 
     def close(self) -> None: ...
 

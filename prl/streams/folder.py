@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
@@ -73,7 +73,7 @@ class FolderSource:
             return  # no file of the stream
         move_aside(self._run, path, [(facts.group, facts.issue) for facts in entry.groups])
 
-    def release(self, done: Cursor) -> None:
+    def release(self, done: Cursor, held: Collection[Published] = ()) -> None:
         """Nothing: files are kept for resume and replay; the orchestrator reclaims what a checkpoint made superfluous."""
 
     def close(self) -> None:

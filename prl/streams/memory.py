@@ -5,7 +5,7 @@ run is several processes; who wants it hands a `MemoryAppender` to a `RolloutWri
 Writers and readers may be of several threads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pyarrow as pa
 
@@ -64,9 +64,10 @@ class MemorySource:
         if self._store.entries.pop((entry.writer, entry.sequence), None):
             self._store.set_aside.append(entry)
 
-    def release(self, done: Cursor) -> None:
+    def release(self, done: Cursor, held: Collection[Published] = ()) -> None:
+        kept = {(entry.writer, entry.sequence) for entry in held}
         for writer, sequence in list(self._store.entries):
-            if sequence <= done.get(writer, -1):
+            if sequence <= done.get(writer, -1) and (writer, sequence) not in kept:
                 self._store.entries.pop((writer, sequence), None)
 
     def close(self) -> None:

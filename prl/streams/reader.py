@@ -1,5 +1,6 @@
 """Reading of rollouts."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pyarrow as pa
@@ -52,9 +53,9 @@ class RolloutReader:
         """What earlier attempts have left is done with: its groups have ended, or are sampled again."""
         self._store.release(behind(entry for entry in self._store.entries() if entry.attempt < attempt))
 
-    def release(self, cursor: Cursor) -> None:
-        """Entries up to the cursor are done with for everyone: a bounded store makes room."""
-        self._store.release(cursor)
+    def release(self, cursor: Cursor, held: Collection[Published] = ()) -> None:
+        """Entries up to the cursor, but for those `held`, are done with for everyone: a bounded store makes room."""
+        self._store.release(cursor, held)
 
     def close(self) -> None:
         self._store.close()

@@ -7,7 +7,7 @@ stream is bounded: a writer whose entries are not released waits, and nothing is
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,8 @@ class RedisAppender:
         self._key = place.key(writer)
         self._bulk_bytes = self._server.bulk_bytes()
         self._server.ask("sadd", place.writers_key, writer)
-        # Sizes of the entries in the stream, the oldest first; those at the head may be released already.
+        # Sizes of the entries in the stream, the oldest first. Which of them were released is not asked, but how many are left,
+        # for which the newest are taken.
         self._sizes = deque(size for _, size, _, _ in self._server.walk(self._key))
         if self._sizes:  # the last may never have been announced, and is then released behind the next one only
             self._sizes[-1] = 0
@@ -190,6 +191,7 @@ class RedisSource:
     def __init__(self, place: RedisPlace, options: RedisOptions) -> None:
         self._server = _Server(place, options)
         self._place = place
+        self._released: dict[str, tuple[int, frozenset[int]]] = {}  # writer to the cursor and what was held of it
 
     def fetch(self, entry: Published, wait_s: float) -> pa.Buffer:
         """What was put is there at once: `wait_s` is of no use here."""
@@ -214,9 +216,20 @@ class RedisSource:
             self._server.ask("xadd", self._place.quarantine_key, {**fields, b"name": entry.name}, maxlen=_MAX_ASIDE)
             self._server.ask("xdel", key, entry_id)
 
-    def release(self, done: Cursor) -> None:
+    def release(self, done: Cursor, held: Collection[Published] = ()) -> None:
         for writer, last in done.items():
-            self._server.ask("xtrim", self._place.key(writer), minid=_id_of(last + 1), approximate=False)
+            kept = frozenset(entry.sequence for entry in held if entry.writer == writer)
+            if self._released.get(writer) == (last, kept):
+                continue
+            key, first = self._place.key(writer), min(kept, default=last + 1)
+            self._server.ask("xtrim", key, minid=_id_of(first), approximate=False)
+            # Of those behind the first that is held only what has come to its end since the last time.
+            seen, kept_before = self._released.get(writer, (-1, frozenset()))
+            ended = (kept_before | set(range(max(seen + 1, first), last + 1))) - kept
+            ids = [_id_of(sequence) for sequence in sorted(ended) if sequence > first]
+            if ids:
+                self._server.ask("xdel", key, *ids)
+            self._released[writer] = last, kept
 
     def close(self) -> None:
         self._server.close()

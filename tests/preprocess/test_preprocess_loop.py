@@ -349,3 +349,37 @@ def test_what_was_left_in_redis_makes_room(tmp_path, monkeypatch):
         asyncio.run(start_and_stop())
         assert left() == [2]  # the one that is not announced yet
     world.ledger.close()
+
+
+@pytest.mark.redis
+def test_what_was_dropped_behind_a_group_that_waits_makes_room_in_redis(tmp_path, monkeypatch):
+    """Else a filter that drops most groups would fill the stream before there are enough for a step."""
+    monkeypatch.setattr("prl.orchestrator.steps.LONG_POLL_S", 0.1)
+    world = World(tmp_path / "run", "arrival")
+    streams = StreamsOptions(backend="redis", redis=RedisOptions(start=True), roll_groups=1)
+    world.config = replace(world.config, streams=streams)
+    server = RedisServer(world.run, 1, "127.0.0.1", free_port("127.0.0.1"), create_token(world.run.token), start_s=30)
+    with closing(server):
+        writer, reader = (open_writer(world.run, "actor-000", "run", 1, streams), open_reader(world.run, "run", 1, streams))
+
+        async def drop_all_but_the_first() -> list[int]:
+            url = await world.server.start("127.0.0.1")
+            child = Child(world.config, world.run, 1, "preprocess", 0, "127.0.0.1", None, "token", url)
+            async with world.client(url, "preprocess") as own, world.client(url, "actor") as actor, asyncio.timeout(60):
+                running = asyncio.create_task(preprocess(child, own))
+                answer = await actor.call("lease", {"groups": 4}, deadline_s=60, reason="test")
+                for number, lease in enumerate(answer["leases"]):
+                    (entry,) = writer.append(world._sample(Lease(**lease), Version(0, 0), equal=number > 0))
+                    await actor.call("rollouts", entry.announcement(), deadline_s=60, reason="test")
+                while len(reader.entries()) > 1 and not running.done():  # noqa: ASYNC110 - the server tells nobody
+                    await asyncio.sleep(0.1)
+                left = [entry.sequence for entry in reader.entries()]
+                world.rollouts.ended = True
+                world.bell.ring()
+                await running
+            await world.server.close()
+            return left
+
+        assert asyncio.run(drop_all_but_the_first()) == [0]
+    assert world.dispatcher.discard_reasons == {"all rewards equal": 6}
+    world.ledger.close()

@@ -168,6 +168,19 @@ def test_a_released_number_is_never_used_again(stream):
     assert entry.sequence == 3
 
 
+def test_what_is_held_stays_whatever_comes_behind_it(stream):
+    """One group that waits keeps nobody from making room for what was dropped behind it."""
+    writer, reader = stream.writer(roll_groups=1), stream.reader()
+    entries = [entry for number in range(8) for entry in writer.append(stream.group(number))]
+    for last, held in ((4, (1, 3)), (6, (3, 5)), (6, (5,))):
+        reader.release({"actor-000": last}, [entries[number] for number in held])
+        left = [*held, *range(last + 1, 8)] if stream.backend != "folder" else list(range(8))
+        assert [entry.sequence for entry in stream.reader().entries()] == left
+    assert reader.read(entries[5])[0].group == 5
+    writer.close()
+    assert stream.writer(roll_groups=1).append(stream.group(8))[0].sequence == 8
+
+
 @pytest.mark.parametrize("wrong", ["bytes", "checksum", "sequence", "run"])
 def test_what_is_not_what_was_announced_is_set_aside(stream, wrong):
     writer = stream.writer(roll_groups=1)
