@@ -211,7 +211,8 @@ def jobs_in_queue(job_ids: Sequence[str], runner: Runner = run) -> list[str]:
 def cancel_waiting(job_ids: Sequence[str], runner: Runner = run) -> None:
     """End those of a chain's jobs that wait, the last one first: each would begin once the one before it is gone. Raises
     ProgramError."""
-    runner(["scancel", "--state=PENDING", *reversed(job_ids)], timeout_s=30.0)
+    with beyond_signals():
+        runner(["scancel", "--state=PENDING", *reversed(job_ids)], timeout_s=30.0)
 
 
 def cluster_name(runner: Runner = run) -> str | None:

@@ -59,9 +59,10 @@ def run_node(run_folder: str) -> None:
         end_with_parent()  # under Slurm that is Slurm's business
     run.logs(attempt).mkdir(parents=True, exist_ok=True)
     if allocation.first:
-        warnings: list[int] = []  # that came before the orchestrator could hear them
-        signal.signal(signal.SIGUSR1, lambda number, _: warnings.append(number))
-        outcome = _lead(run, attempt, allocation, warnings)
+        early: list[int] = []  # signals that came before the orchestrator could hear them, and be asked what for
+        for number in (signal.SIGUSR1,) if allocation.job_id is None else (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, lambda number, _: early.append(number))
+        outcome = _lead(run, attempt, allocation, early)
         if outcome.next == "requeue" and outcome.reason != "requeued" and allocation.job_id is not None:
             _requeue(allocation.job_id)
         if outcome.next == "stop" and allocation.job_id is not None:
@@ -109,14 +110,14 @@ def _check_submitter() -> None:
         raise CancelledEarly("cancelled: prl-submit is gone")
 
 
-def _lead(run: RunFolder, attempt: int, allocation: Allocation, warnings: Sequence[int]) -> Outcome:
+def _lead(run: RunFolder, attempt: int, allocation: Allocation, early: Sequence[int]) -> Outcome:
     """Rank 0; whatever goes wrong ends up in exit.json."""
     started = time.time()
     try:
         if allocation.job_id is None:
             _check_submitter()
         reserve(run.exit(attempt))
-        return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config), warnings))
+        return asyncio.run(_orchestrate(run, attempt, allocation, load(run.config), early))
     except CancelledEarly as error:
         code, now = EXIT_CODES[CANCELLED], time.time()
         outcome = Outcome(
@@ -142,9 +143,7 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation, warnings: Sequen
         return outcome
 
 
-async def _orchestrate(
-    run: RunFolder, attempt: int, allocation: Allocation, config: Config, warnings: Sequence[int]
-) -> Outcome:
+async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, config: Config, early: Sequence[int]) -> Outcome:
     if run.plan(attempt).exists():
         raise RuntimeError(
             f"attempt {attempt} was started before: a requeued job is no new attempt; use "
@@ -164,7 +163,7 @@ async def _orchestrate(
     leave_what_is_loaded()
     with _own_redis(run, attempt, allocation.host.address, config, token):
         orchestrator = Orchestrator(run, config, plan, start, token, partial(_means, run, attempt, allocation, config))
-        return await _lead_through(run, attempt, allocation, config, orchestrator, token, warnings)
+        return await _lead_through(run, attempt, allocation, config, orchestrator, token, early)
 
 
 def _means(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> Means:
@@ -199,21 +198,21 @@ async def _lead_through(
     config: Config,
     orchestrator: "Orchestrator",
     token: str,
-    warnings: Sequence[int],
+    early: Sequence[int],
 ) -> Outcome:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, orchestrator.cancel, "cancelled by SIGINT")
     if allocation.job_id is None:
         loop.add_signal_handler(signal.SIGUSR1, orchestrator.leave, WARNED, "time limit")
-        if warnings:  # while the start was looked for
+        if early:  # while the start was looked for
             orchestrator.leave(WARNED, "time limit")
         loop.add_signal_handler(signal.SIGTERM, orchestrator.cancel, "cancelled by SIGTERM")
     else:
         why, warned = partial(_why_terminated, allocation.job_id, allocation.restarts), asyncio.Event()
-        loop.add_signal_handler(signal.SIGUSR1, warned.set)
-        if warnings:
-            warned.set()
-        loop.add_signal_handler(signal.SIGTERM, orchestrator.terminated.set)
+        for number, heard in ((signal.SIGUSR1, warned), (signal.SIGTERM, orchestrator.terminated)):
+            loop.add_signal_handler(number, heard.set)
+            if number in early:
+                heard.set()
         for name, asking in (
             ("what Slurm warns of", _ask_what_for(warned, orchestrator, why)),
             ("why Slurm ends the job", _ask_why(orchestrator, why)),

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prl.cluster.preflight.measure import in_thread
 from prl.cluster.preflight.node import pass_preflight
 from prl.config.machine import memory_kills
 from prl.control.child import report_failure, say
@@ -38,6 +39,7 @@ from prl.orchestrator.staging import StageOrders, cache_environment, local_folde
 from prl.runfolder.logs import log_end
 from prl.runfolder.paths import RunFolder
 
+CLEAN_S = 30.0  # deadline of removing what killed agents have left: their processes may die slowly, or a filesystem not answer
 KILL_AFTER_S = 3.0  # between SIGTERM and SIGKILL
 GRACE_LOOK_S = 0.5  # between two looks at how much time is left
 LOG_LINES = 25  # of a child that ended, which may explain why
@@ -77,9 +79,7 @@ async def run_agent(
                 folders: list[Path] = []
                 record = partial(_record, Path(temporary), children, folders)
                 record()
-                for folder in await asyncio.to_thread(clean_up.clean_dead):
-                    say(f"prl: removed {folder} and what belonged to it, which a node agent has left that was killed")
-
+                await _clean_up_after_the_dead()
                 plans, orders = await _plans(client, run, attempt, address, token, options)
                 own, caches = {"TMPDIR": temporary}, dict[str, str]()
                 if orders is not None and plans:
@@ -113,6 +113,15 @@ async def run_agent(
         if client.lost is not None:
             raise client.lost
         await client.call("node_done", {}, deadline_s=10.0, reason="reporting the node's end")
+
+
+async def _clean_up_after_the_dead() -> None:
+    """What agents that were killed have left. No run fails for it."""
+    try:
+        for folder in await in_thread(clean_up.clean_dead, CLEAN_S):
+            say(f"prl: removed {folder} and what belonged to it, which a node agent has left that was killed")
+    except OSError as error:
+        say(f"prl: what node agents have left that were killed is not all removed: {error}")
 
 
 async def _plans(
@@ -169,9 +178,13 @@ async def _stage(
 
 
 def _record(temporary: Path, children: Mapping[str, RunningChild], folders: Sequence[Path]) -> None:
+    """No run fails where there is no room for it: whether a node has enough, the preflight says, and later its processes."""
     groups = [child.group for child in children.values()]
     segments = [segment for child in children.values() for segment in child.segments]
-    clean_up.record(temporary, groups, segments, folders)
+    try:
+        clean_up.record(temporary, groups, segments, folders)
+    except OSError as error:
+        say(f"prl: should this agent be killed, {temporary} does not tell what is to be removed: {error}")
 
 
 def _environment(run: RunFolder, attempt: int, plan: ChildPlan, start: int, address: str, control_url: str) -> dict[str, str]:

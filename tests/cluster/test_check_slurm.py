@@ -1,6 +1,8 @@
 """What can never start is refused before it is sent; what became of a job is asked of the queue, then of the accounting."""
 
+import signal
 from datetime import datetime
+from functools import partial
 
 import pytest
 
@@ -8,6 +10,7 @@ from prl.cluster.requests import requests
 from prl.cluster.run import Output, ProgramError
 from prl.cluster.slurm import (
     SlurmError,
+    cancel_waiting,
     check_slurm,
     cluster_name,
     job_rows,
@@ -223,12 +226,16 @@ def test_why_slurm_ends_a_job(states, reason, restarts, end, preempted, at, why)
     assert why_terminated("4", now, 1, answers(scontrol=Output(0, shown, ""))) == why
 
 
-def test_a_job_is_put_into_the_queue_by_its_first_components_id():
-    asked = []
+@pytest.mark.parametrize(
+    ("tell", "said"),
+    [(partial(requeue, "63"), "scontrol requeue 63"), (partial(cancel_waiting, ["64", "65"]), "scancel --state=PENDING 65 64")],
+)
+def test_what_a_job_tells_slurm_at_its_end_does_not_end_with_it(tell, said):
+    told = []
 
     def runner(arguments, **_):
-        asked.append(arguments)
+        told.append((" ".join(arguments), signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])))
         return Output(0, "", "")
 
-    requeue("63", runner)
-    assert asked == [["scontrol", "requeue", "63"]]
+    tell(runner)
+    assert told == [(said, True)]

@@ -2,6 +2,8 @@
 and kills what that has given up."""
 
 import asyncio
+import errno
+import time
 from pathlib import Path
 
 import psutil
@@ -173,6 +175,39 @@ def test_a_child_that_the_kernel_killed_out_of_memory_is_told_from_others(run, t
         await orchestrator.server.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("fault", ["may not be read", "does not answer"])
+def test_a_run_goes_on_where_temporary_files_cannot_be_looked_through_nor_be_written(run, tmp_path, monkeypatch, capfd, fault):
+    def look():
+        if fault == "does not answer":
+            time.sleep(5)
+        raise PermissionError("the folder may not be read")
+
+    def write(*_):
+        raise OSError(errno.ENOSPC, "there is no room")
+
+    monkeypatch.setattr(prl.orchestrator.clean_up, "clean_dead", look)
+    monkeypatch.setattr(prl.orchestrator.clean_up, "record", write)
+    monkeypatch.setattr(prl.orchestrator.node, "CLEAN_S", 0.2)
+
+    async def main():
+        orchestrator = Orchestrator(tmp_path / "stub", restarts=0)
+        url = await orchestrator.server.start("127.0.0.1")
+        options = ControlOptions(heartbeat_s=0.1, stop_s=0.2)
+        agent = asyncio.create_task(run_agent(run, 1, 1, "127.0.0.1", url, "token", options))
+        for index in (0, 1):
+            await started(run, index, 0)
+        orchestrator.server.stopping, orchestrator.server.grace_s = True, 0.2
+        orchestrator.bell.ring()
+        await asyncio.wait_for(agent, 20)
+        assert orchestrator.ended == ["node done"]
+        await orchestrator.server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    said = "".join(capfd.readouterr())
+    assert ("no answer within 0.2 s" if fault == "does not answer" else "the folder may not be read") in said
+    assert "does not tell what is to be removed: [Errno 28] there is no room" in said
 
 
 def test_a_preflight_gives_way_to_the_end_of_the_run_and_sigterm_is_told_meanwhile(run, tmp_path):
