@@ -8,10 +8,12 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prl.cluster.preflight.devices import given_devices
 from prl.cluster.preflight.measure import in_thread
 from prl.cluster.preflight.node import pass_preflight
 from prl.config.machine import memory_kills
@@ -139,8 +141,23 @@ async def _plans(
         for task in (passing, stopping):
             task.cancel()
     answer = await client.call("children", {}, deadline_s=options.start_s, reason="the plan of this node's children")
-    plans = [ChildPlan(**{**entry, "devices": tuple(entry["devices"])}) for entry in answer["children"]]
+    plans = [_bound(ChildPlan(**{**entry, "devices": tuple(entry["devices"])})) for entry in answer["children"]]
     return plans, StageOrders(**answer["local"]) if answer["local"] is not None else None
+
+
+def _bound(plan: ChildPlan) -> ChildPlan:
+    """With the accelerators that this node has given in the place of their numbers in the plan, which count from 0."""
+    given, planned = given_devices(), plan.environment.get("CUDA_VISIBLE_DEVICES")
+    if given is None or not planned:
+        return plan
+    numbers = [int(number) for number in planned.split(",")]
+    if max(numbers) >= len(given):
+        raise RuntimeError(
+            f"{plan.name} is to have accelerator {max(numbers)}, counted from 0, and this node was given "
+            f"{','.join(given) or 'none'} (CUDA_VISIBLE_DEVICES): see cluster.gpus_per_node"
+        )
+    own = ",".join(given[number] for number in numbers)
+    return replace(plan, environment={**plan.environment, "CUDA_VISIBLE_DEVICES": own})
 
 
 def _temporary_files(prefix: str) -> AbstractContextManager[str]:

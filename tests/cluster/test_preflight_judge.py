@@ -80,6 +80,13 @@ def test_accelerators_that_the_run_does_not_use_are_left_alone():
     assert words_of(replace(WELL, devices=others), devices=1) == []
 
 
+def test_accelerators_need_not_be_a_nodes_first_ones():
+    given = Devices((replace(DEVICE, index=4), replace(DEVICE, index=6, repair_failed=True)), ())
+    ((words, ends),) = words_of(replace(WELL, devices=given), devices=2)
+    assert words.startswith("accelerator 6 (H200) has broken")
+    assert ends == "bad node"
+
+
 def limits(used, soft=0, hard=0, over=False, grace="-"):
     return Limits(used, soft, hard, over, grace)
 

@@ -164,7 +164,8 @@ def test_every_error_that_nvidia_smi_prints_is_kept():
     assert (found.there, found.said) == ((), tuple(lines))
 
 
-def test_nvidia_smi_is_asked_where_there_is_one(tmp_path, program):
+def test_nvidia_smi_is_asked_where_there_is_one(tmp_path, program, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     program("other", "")
     assert ask_devices() is None
     asked = program("nvidia-smi", "echo 'index, uuid, memory.used [MiB]'; echo '3, GPU-1, 12 MiB'; echo lost >&2; exit 15")
@@ -174,6 +175,15 @@ def test_nvidia_smi_is_asked_where_there_is_one(tmp_path, program):
     assert asked.read_text().startswith("--query-gpu=index,uuid,name,memory.used,")
     program("nvidia-smi", "exit 15")
     assert ask_devices().said == ("nvidia-smi ended with code 15",)
+
+
+@pytest.mark.parametrize(
+    ("named", "told"), [("5,3", [3, 5]), ("", []), ("GPU-3a,GPU-5b", [2, 3, 5]), ("NoDevFiles", [2, 3, 5])]
+)
+def test_only_devices_that_the_job_was_given_are_told(program, monkeypatch, named, told):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    program("nvidia-smi", "printf 'index, memory.used [MiB]\\n2, 80000 MiB\\n3, 1 MiB\\n5, 1 MiB\\n'")
+    assert [device.index for device in ask_devices().there] == told
 
 
 LINES = st.lists(st.sampled_from([line for text in TEXTS.values() for line in text.splitlines()]), max_size=12)

@@ -1,9 +1,10 @@
-"""The accelerators of a node and their state, as nvidia-smi tells them."""
+"""The accelerators of a node: which of them this job was given, and their state, as nvidia-smi tells it."""
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prl.cluster.run import run
@@ -40,12 +41,21 @@ class Devices:
         return Devices(tuple(Device(**one) for one in facts["there"]), tuple(map(str, facts["said"])))
 
 
+def given_devices() -> list[str] | None:
+    """The accelerators that Slurm has given to the job on this node (or a user to a run without Slurm), by numbers or ids;
+    None where nobody says, so that all of them are. Where Slurm lets a job see no others they are counted from 0 anyway."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if named in (None, "NoDevFiles") else [device for device in named.split(",") if device]
+
+
 def ask_devices() -> Devices | None:
-    """None where there is no nvidia-smi. Raises ProgramError."""
+    """Of those that are given; of all where ids name these. None where there is no nvidia-smi. Raises ProgramError."""
     if shutil.which("nvidia-smi") is None:
         return None
     output = run(["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv"], timeout_s=DEVICES_S, check=False)
-    found = parse_devices(f"{output.out}\n{output.err}")
+    found, given = parse_devices(f"{output.out}\n{output.err}"), given_devices()
+    if given is not None and all(map(str.isdecimal, given)):
+        found = replace(found, there=tuple(device for device in found.there if str(device.index) in given))
     if output.code != 0 and not found.said:
         return Devices(found.there, (f"nvidia-smi ended with code {output.code}",))
     return found

@@ -76,7 +76,7 @@ def _judge_devices(name: str, devices: Devices, options: PreflightOptions, wante
     """Of the first `wanted` ones, which the run uses."""
     for line in devices.said:
         yield Finding((name,), f"{name}: nvidia-smi says: {line}")
-    used = [device for device in devices.there if device.index < wanted]
+    used = devices.there[:wanted]
     if len(used) < wanted and not devices.said:
         yield Finding((name,), f"{name}: {len(used)} accelerators are there, and {wanted} are wanted (cluster.gpus_per_node)")
     for device in used:
