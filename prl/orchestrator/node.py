@@ -83,7 +83,7 @@ async def run_agent(
                 record()
                 await _clean_up_after_the_dead()
                 plans, orders = await _plans(client, run, attempt, address, token, options)
-                own, caches = {"TMPDIR": temporary}, dict[str, str]()
+                own, caches = {"TMPDIR": temporary, "PRL_MODEL": str(run.model)}, dict[str, str]()
                 if orders is not None and plans:
                     folders.append(_local_folder(orders, prefix, Path(temporary), after))
                     record()

@@ -250,6 +250,29 @@ def test_a_nodes_processes_find_the_copy_which_goes_with_the_agent(model, tmp_pa
     assert event.labels == {"obstacle": ""}
 
 
+def test_without_a_copy_they_read_the_runs_model_whatever_is_set_around_the_agent(tmp_path, monkeypatch):
+    monkeypatch.setenv("PRL_MODEL", "/another/model")
+    run = run_of(tmp_path, CHILD)
+    log = run.logs(1) / "sampler-0.log"
+
+    async def main():
+        orchestrator = Orchestrator(tmp_path / "stub", restarts=0)
+        orchestrator.devices = [[]]
+        url = await orchestrator.server.start("127.0.0.1")
+        options = ControlOptions(heartbeat_s=0.1, stop_s=0.2)
+        agent = asyncio.create_task(run_agent(run, 1, 1, "127.0.0.1", url, "token", options))
+        async with asyncio.timeout(20):
+            while not (log.exists() and log.read_text()):  # noqa: ASYNC110 (written by another process)
+                await asyncio.sleep(0.02)
+        orchestrator.server.stopping, orchestrator.server.grace_s = True, 0.2
+        orchestrator.bell.ring()
+        await asyncio.wait_for(agent, 20)
+        await orchestrator.server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert json.loads(log.read_text())["PRL_MODEL"] == str(run.model)
+
+
 def test_the_report_says_which_nodes_read_the_shared_model(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.create()
