@@ -132,6 +132,12 @@ def test_only_trainer_and_sampler_load_engines(module):
     assert not HEAVY & set(loaded.stdout.split())
 
 
+def test_a_nodes_agent_does_not_load_the_orchestrator_which_one_of_them_needs():
+    program = "import sys, prl.orchestrator.agent; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert not {"prl.orchestrator.main", "prl.flow.dispatcher", "pyarrow", "tensorboard"} & set(loaded.stdout.split())
+
+
 def cpu_seconds(arguments):
     """Processor seconds of a program that must end well."""
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)

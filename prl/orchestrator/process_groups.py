@@ -39,11 +39,11 @@ def started_ticks(pid: int) -> int | None:
 
 def is_there(group: Group) -> bool:
     """Whether some process of the group lives. While one does, the number is nobody else's; the first one is told by its start,
-    and where that has ended, the others by the log that they write to."""
+    and where that has ended, the others by the log that they write to, or the log's run, which their environment names."""
     ticks = started_ticks(group.number)
     if ticks is not None:
         return ticks == group.started_ticks
-    return any(_writes_to(pid, group.log) for pid in members(group))
+    return any(_writes_to(pid, group.log) or _is_of_run(pid, group.log) for pid in members(group))
 
 
 def members(group: Group) -> list[int]:
@@ -71,3 +71,12 @@ def _writes_to(pid: int, log: str) -> bool:
             if os.readlink(f"/proc/{pid}/fd/{descriptor}") == log:
                 return True
     return False
+
+
+def _is_of_run(pid: int, log: str) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # has ended, or is another user's
+        return False
+    runs = [os.fsdecode(entry.removeprefix(b"PRL_RUN=")) for entry in environment if entry.startswith(b"PRL_RUN=/")]
+    return any(log.startswith(f"{os.path.realpath(run)}/") for run in runs)

@@ -76,6 +76,30 @@ def test_workers_whose_first_process_has_ended_are_told_by_their_log(begin, tmp_
     wait_until(lambda: not is_there(group))
 
 
+def test_workers_that_write_elsewhere_are_told_by_the_run_that_their_environment_names(tmp_path):
+    """As a program that an actor has started, to read what it prints."""
+    program = LEADER.replace("['sleep', '600']", "['sleep', '600'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    logs, environment = tmp_path / "run/attempt_001/logs", {**os.environ, "PRL_RUN": str(tmp_path / "link")}
+    logs.mkdir(parents=True)
+    with (logs / "actor-0.log").open("ab") as output:
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=output, start_new_session=True, env=environment)
+    try:
+        wait_until(lambda: "lives" in (logs / "actor-0.log").read_text())
+        group = group_of(process.pid, logs / "actor-0.log")
+        assert len(members(group)) == 2
+        process.kill()
+        process.wait(20)
+        signal_group(replace(group, log=str(tmp_path / "run2/attempt_001/logs/actor-0.log")), signal.SIGKILL)
+        time.sleep(0.2)
+        assert is_there(group)
+        signal_group(group, signal.SIGKILL)
+        wait_until(lambda: not is_there(group))
+    finally:
+        for pid in members(group_of(process.pid, tmp_path)):
+            os.kill(pid, signal.SIGKILL)
+
+
 AGENT = """
 import os, sys, time
 from pathlib import Path
