@@ -1,6 +1,7 @@
 """The configuration that prl-submit is asked to run: a file's or a run's, with what the command line says."""
 
 import argparse
+import os
 import secrets
 import shlex
 import string
@@ -14,6 +15,7 @@ from prl.config.load import ConfigError, load, replace
 from prl.config.paths import current_folder, resolve_paths
 from prl.config.resumed import FIXED_KEYS, resume_changes
 from prl.config.schema import Config
+from prl.control.token import TokenError, read_token
 from prl.runfolder.manifest import newest_manifest
 from prl.runfolder.paths import RunFolder, run_of_attempt
 
@@ -57,6 +59,14 @@ def _read_resumed(options: argparse.Namespace) -> tuple[Config, int]:
         raise ConfigError(f"{named}: is one attempt of a run, and a run folder is wanted: --resume {shlex.quote(str(whole))}")
     if not folder.config.is_file():
         raise ConfigError(f"{named}: no run lies there (no {folder.config})")
+    for request in (folder.stop, folder.save):
+        if request.is_dir() and not request.is_symlink():
+            raise ConfigError(f"{named}: {request} is a folder, and a file is what asks for something; remove it")
+    if os.path.lexists(folder.token):
+        try:
+            read_token(folder.token)
+        except TokenError as error:
+            raise ConfigError(f"{named}: {error}") from error
     attempt = next_attempt(folder)
     check_not_running(folder, host_is_gone=options.host_is_gone)
     if not folder.manifests():

@@ -25,7 +25,7 @@ from prl.config.schema import Config
 from prl.control.token import create_token
 from prl.runfolder.model import write_model_folder
 from prl.runfolder.paths import RunFolder
-from prl.runfolder.publish import publish, publish_json
+from prl.runfolder.publish import publish, publish_json, storage
 from prl.runfolder.sharing import let_in
 from prl.runfolder.snapshot import snapshot_code
 
@@ -55,14 +55,16 @@ def undone_on_error(config: Config, folder: RunFolder, attempt: int, *, resume: 
     before = read_plain(folder.config) if resume else b""
     latest = folder.latest.readlink() if folder.latest.is_symlink() else None
     try:
-        publish_json(folder.submitting(attempt), _this_process())
-        if not resume:
-            folder.create()
-            create_token(folder.token)
-            write_model_folder(config.model, folder.model)
-        _fill_attempt(config, folder, attempt)
-        if not resume:
-            let_in(config.run.share, folder)
+        with storage(folder.path):
+            publish_json(folder.submitting(attempt), _this_process())
+            if not resume:
+                folder.create()
+                write_model_folder(config.model, folder.model)
+            if not os.path.lexists(folder.token):
+                create_token(folder.token)
+            _fill_attempt(config, folder, attempt)
+            if not resume:
+                let_in(config.run.share, folder)
         yield
     except BaseException:
         if not resume:

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pkgutil
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,14 @@ from prl.domains.api import DomainError, GenerateRollout, Problem, ScoreGroup
 from prl.runfolder.model import has_chat_template
 
 MATHEMATICS = "math_verify"  # what the verifier's workers import
+_ARGUMENTS = {  # that a domain's functions are called with, by their place
+    "load_problems": ("options", "split", "seed"),
+    "generate_rollout": ("problem", "sampler", "context"),
+    "score_group": ("problem", "rollouts", "context"),
+    "check_options": ("options",),
+    "has_held_out": ("options",),
+}
+_NEEDED = ("load_problems", "generate_rollout")
 RAISED = (Exception, SystemExit)  # by a domain's own code, which may try to end the program
 
 
@@ -36,7 +45,7 @@ def find_domain(name: str) -> Domain:
     """The domain prl.domains.<name>, or else the importable module of that (dotted) name. Raises DomainError naming what is
     missing; an error while the module is imported is its cause."""
     module = _import(name)
-    for function in ("load_problems", "generate_rollout"):
+    for function in _NEEDED:
         if not callable(getattr(module, function, None)):
             raise DomainError(
                 f"domain {name} ({module.__file__}) has no function {function}; prl.domains.api says what a domain is made of"
@@ -44,6 +53,9 @@ def find_domain(name: str) -> Domain:
     for function in ("generate_rollout", "score_group"):
         if hasattr(module, function) and not inspect.iscoroutinefunction(getattr(module, function)):
             raise DomainError(f"domain {name} ({module.__file__}): {function} must be an `async def`")
+    for function, arguments in _ARGUMENTS.items():
+        if hasattr(module, function) and not _takes(getattr(module, function), arguments):
+            raise DomainError(f"domain {name} ({module.__file__}): {function} must take ({', '.join(arguments)})")
     return Domain(
         name=name,
         load_problems=module.load_problems,
@@ -155,11 +167,32 @@ def _import(name: str) -> Any:
         except RAISED as error:
             if isinstance(error, ModuleNotFoundError) and f"{candidate}.".startswith(f"{error.name}."):
                 continue  # the module itself is not there, or a package that it would be in
-            raise DomainError(f"domain {name}: importing {candidate} failed: {type(error).__name__}: {error}") from error
+            raise DomainError(
+                f"domain {name}: importing {candidate} failed{_place(error)}: {type(error).__name__}: {error}"
+            ) from error
     raise DomainError(
         f"there is no domain {name}: it is none of prl's ({', '.join(_own_domains())}) "
         f"and no module {name} can be imported (is its folder on PYTHONPATH?)"
     )
+
+
+def _takes(function: Callable[..., Any], arguments: Sequence[str]) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a function in C may not say what it takes
+        return True
+    return True
+
+
+def _place(error: BaseException) -> str:
+    """The line that raised it; nothing where none of a file did, or where the error names the line itself (a SyntaxError)."""
+    if isinstance(error, SyntaxError):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def _own_domains() -> list[str]:

@@ -27,7 +27,7 @@ def write_model_folder(options: ModelOptions, folder: Path) -> None:
         raise ValueError("a model needs a path or, with init: random, an architecture")
     folder.mkdir()
     tokenizer, settings = _digits_tokenizer() if options.tokenizer == "digits" else _bytes_tokenizer()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # its own `save` raises no OSError
     _write(folder / "tokenizer_config.json", {**settings, "model_max_length": options.max_positions})
     ids = tokenizer.get_vocab()
     end, pad = ids[settings["eos_token"]], ids[settings["pad_token"]]

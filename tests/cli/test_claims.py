@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -14,8 +15,10 @@ from prl.cluster import claims
 from prl.cluster.claims import SubmissionError, check_not_running, next_attempt, undone_on_error
 from prl.config.load import ConfigError, load, replace
 from prl.config.schema import Config
+from prl.control.token import read_token
 from prl.orchestrator.replay import replay_problems
 from prl.runfolder.paths import RunFolder
+from prl.runfolder.publish import StorageFull
 
 
 @pytest.fixture
@@ -65,6 +68,34 @@ def test_a_failed_submission_removes_its_own_attempt_alone(run):
     with pytest.raises(ValueError, match="no"), undone_on_error(config, folder, 2, resume=True):
         raise ValueError("no")
     assert folder.attempts() == [1, 3]
+
+
+def test_a_resume_makes_a_token_where_there_is_none(run):
+    config, folder = run
+    before = read_token(folder.token)
+    with undone_on_error(config, folder, 2, resume=True):
+        assert read_token(folder.token) == before
+    folder.token.unlink()
+    with undone_on_error(config, folder, 3, resume=True):
+        assert read_token(folder.token) != before
+        assert folder.token.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("kib", [4, 8, 12, 16])
+def test_a_full_filesystem_is_named_and_nothing_is_left_there(tmp_path, kib):
+    """A real one, whose room ends at one or the other of the first files; where root may mount it."""
+    (tmp_path / "runs").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", tmp_path / "runs"]
+    if subprocess.run(mount, check=False, capture_output=True, timeout=30).returncode:
+        pytest.skip("needs the right to mount a filesystem")
+    try:
+        config, folder = of(tmp_path)
+        with pytest.raises(StorageFull, match=r"no space is left") as full, undone_on_error(config, folder, 1, resume=False):
+            pass
+        assert str(full.value.filename).startswith(str(folder))
+        assert os.listdir(tmp_path / "runs") == []
+    finally:
+        subprocess.run(["umount", tmp_path / "runs"], check=True, timeout=30)
 
 
 def test_of_two_submissions_of_a_new_run_one_is_told(tmp_path, monkeypatch):

@@ -44,6 +44,15 @@ def test_a_resume_without_the_runs_model_is_refused_before_an_attempt_is_made(co
     assert f"{where} (has no tokenizer.json; " in capsys.readouterr().err
     tokenizer.rename(run / "model/tokenizer.json")
     assert submit.main(["--resume", "runs/one", "--dry-run"]) == 0
+    (run / "control/token").write_text("")
+    assert submit.main(["--resume", "runs/one"]) == 2
+    assert f"--resume runs/one: {run}/control/token: is damaged and holds no token; remove it" in capsys.readouterr().err
+    (run / "control/token").unlink()
+    for name in ("STOP", "SAVE"):
+        (run / "control" / name).mkdir()
+        assert submit.main(["--resume", "runs/one"]) == 2
+        assert f"--resume runs/one: {run}/control/{name} is a folder, and a file is what asks" in capsys.readouterr().err
+        (run / "control" / name).rmdir()
     (run / "model/config.json").write_text("{")
     assert submit.main(["--resume", "runs/one", "--dry-run"]) == 2
     assert f"{where} ({run}/model/config.json cannot be read: " in capsys.readouterr().err

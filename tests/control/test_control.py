@@ -18,7 +18,7 @@ from prl.control.options import ControlOptions
 from prl.control.ports import free_port
 from prl.control.server import Bell, ControlServer
 from prl.control.threaded import ThreadedClient
-from prl.control.token import authorization, create_token, is_authorized, read_token
+from prl.control.token import TokenError, authorization, create_token, is_authorized, read_token
 
 TOKEN = "a-token"
 OPTIONS = ControlOptions(heartbeat_s=0.05, lost_after_s=0.5)
@@ -49,6 +49,10 @@ def test_the_token_file_is_private_and_round_trips(tmp_path):
     assert is_authorized(authorization(token)["Authorization"], token)
     assert not is_authorized(None, token)
     assert not is_authorized(f"Bearer {token}x", token)
+    for content in (b"", b"\n", token[:20].encode(), token.encode() + b"\xff"):
+        (tmp_path / "token").write_bytes(content)
+        with pytest.raises(TokenError, match=f"^{tmp_path}/token: is damaged and holds no token; remove it"):
+            read_token(tmp_path / "token")
 
 
 def test_no_route_answers_without_the_token():

@@ -65,9 +65,17 @@ def test_unknown_names(module, name):
         ("def load_problems(options, split, seed): return []", "no function generate_rollout"),
         (WHOLE.replace("async def", "def"), "generate_rollout must be an `async def`"),
         (WHOLE + "\ndef score_group(p, r, c): pass", "score_group must be an `async def`"),
-        ("import module_that_is_not_there", "importing mytasks.broken failed: ModuleNotFoundError.*module_that_is_not_there"),
-        ("1 / 0", "importing mytasks.broken failed: ZeroDivisionError"),
-        ("import sys; sys.exit(0)", "importing mytasks.broken failed: SystemExit: 0"),
+        (WHOLE.replace("split, seed", "split"), r"broken.py\): load_problems must take \(options, split, seed\)"),
+        (WHOLE.replace("sampler, context", "*, sampler, context"), r"generate_rollout must take \(problem, sampler, context\)"),
+        (WHOLE + "\nasync def score_group(p, r): pass", r"score_group must take \(problem, rollouts, context\)"),
+        (WHOLE + "\ndef check_options(): pass", r"check_options must take \(options\)"),
+        (
+            "import module_that_is_not_there",
+            r"importing mytasks.broken failed \(.*/broken.py, line 1\): ModuleNotFoundError.*module_that_is_not_there",
+        ),
+        ("x = 1\n1 / 0", r"importing mytasks.broken failed \(.*/broken.py, line 2\): ZeroDivisionError"),
+        ("x = (", r"importing mytasks.broken failed: SyntaxError: .*\(broken.py, line 1\)"),
+        ("import sys; sys.exit(0)", r"importing mytasks.broken failed \(.*\): SystemExit: 0"),
     ],
 )
 def test_incomplete_modules(module, text, words):
@@ -77,7 +85,9 @@ def test_incomplete_modules(module, text, words):
 
 def test_a_package_that_cannot_be_imported_is_not_taken_for_absent(module):
     module("__init__", "import module_that_is_not_there")
-    with pytest.raises(DomainError, match=r"importing mytasks.whole failed: .*module_that_is_not_there"):
+    with pytest.raises(
+        DomainError, match=r"importing mytasks.whole failed \(.*/__init__.py, line 1\): .*module_that_is_not_there"
+    ):
         find_domain(module("whole", WHOLE))
 
 

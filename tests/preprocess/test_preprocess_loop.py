@@ -263,7 +263,7 @@ async def run_process(world: World, then) -> None:
     """`python -m prl.preprocess` in the world, as a node agent starts it; `then(process, actor, trainer)`."""
     url = await world.server.start("127.0.0.1")
     world.run.config.write_text(dump(world.config))
-    world.run.token.write_text("token")
+    create_token(world.run.token)
     places = {"PRL_RUN": world.run.path, "PRL_ATTEMPT": 1, "PRL_ROLE": "preprocess", "PRL_INDEX": 0}
     places |= {"PRL_HOST": "127.0.0.1", "PRL_CONTROL_URL": url}
     environment = os.environ | {name: str(value) for name, value in places.items()}
