@@ -69,7 +69,9 @@ def submitted(folder: Path, nodes: list[str], *overrides: str, training: int = 1
     run = RunFolder(folder)
     # A short path, for sockets lie there.
     with tempfile.TemporaryDirectory(prefix="prl", ignore_cleanup_errors=True) as temporary, lab_cluster.mended(nodes):
-        given = [f"run.folder={run}", f"cluster.environment.TMPDIR={temporary}", *overrides]
+        # All nodes share this machine's processors: what a link gives there says nothing of it.
+        given = [f"run.folder={run}", f"cluster.environment.TMPDIR={temporary}", "cluster.preflight.bandwidth_mib_per_s=0.01"]
+        given += overrides
         asked = ["--nodes", str(training + sampling), "--trainer-nodes", str(training)]
         assert submit.main([str(CONFIG), *asked, "--set", *given]) == 0
         yield LabRun(run, json.loads(run.submission(1).read_text())["job_id"], nodes, Path(temporary))
