@@ -14,7 +14,7 @@ from prl.runfolder.paths import RunFolder, run_of_attempt
 from prl.runfolder.reclaim import read_reclaimed
 from prl.streams.files import StreamError, StreamFile
 from prl.streams.ledger import read_ledger
-from prl.streams.steps import all_steps, find_steps, read_own
+from prl.streams.steps import all_steps, read_own
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,23 @@ def replay_problems(config: Config) -> Iterator[str]:
             f"train.value_head = true: needs rewards, and the step files of run.replay = {run} hold advantages "
             f"(preprocess.advantage = {original.preprocess.advantage}); replay its rollouts (run.replay_from: rollouts)"
         )
-    found = set(find_steps(run.steps))
-    if not set(range(1, config.run.steps + 1)) <= found:
-        yield _missing(config, found)
+    found = all_steps(run.steps)
+    wanted = range(1, config.run.steps + 1)
+    if not set(wanted) <= set(found):
+        yield _missing(config, set(found))
+        return
+    torn = next((step for step in wanted if not any(map(_has_its_size, found[step]))), None)
+    if torn is not None:
+        to_do = f"set at most run.steps={torn - 1}" if torn > 1 else "name another run"
+        yield f"run.replay = {run}: the file of step {torn} is not whole ({found[torn][0].path}); {to_do}"
+
+
+def _has_its_size(file: StreamFile) -> bool:
+    """What else may be wrong with a file, its checksums tell whoever trains on it."""
+    try:
+        return file.path.is_file() and file.path.stat().st_size == file.bytes
+    except OSError:
+        return False
 
 
 def _deleted_rollouts(run: RunFolder) -> Iterator[str]:

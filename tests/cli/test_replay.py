@@ -57,6 +57,17 @@ def refused(capsys, *arguments: str) -> str:
     return capsys.readouterr().err
 
 
+def test_a_torn_step_file_is_told_before_anything_starts(original, capsys):
+    first, second, _ = sorted(original.steps.glob("step_*"))
+    second.write_bytes(second.read_bytes()[:-1])
+    words = f"run.replay = {original}: the file of step 2 is not whole ({second}); set at most run.steps=1"
+    assert words in refused(capsys, "--replay", "original")
+    assert submit.main(["c.yaml", "--dry-run", "--replay", "original", "--set", "run.steps=1"]) == 0
+    first.unlink()
+    first.mkdir()
+    assert f"the file of step 1 is not whole ({first}); name another run" in refused(capsys, "--replay", "original")
+
+
 def test_a_replay_starts_trainers_alone(original, capsys):
     assert submit.main(["c.yaml", "--replay", "original", "--dry-run"]) == 0
     assert "2 trainer ranks (tensor parallel 2 x data parallel 1), 0 samplers" in capsys.readouterr().out
