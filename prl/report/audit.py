@@ -67,9 +67,12 @@ class Audit:
 
 
 def audit(path: Path | str) -> Audit:
-    """Audit a run, which may still go on. Raises ReportError where it is no run or its configuration cannot be read."""
+    """Audit a run, which may still go on. Raises ReportError where it is no run or its configuration cannot be read, and
+    OSError where its folder may not be read."""
     run = RunFolder(path)
     refuse_attempt(run)
+    if run.path.is_dir():
+        os.scandir(run.path).close()  # else what may not be seen would be taken for missing
     if not os.path.lexists(run.config) or not run.ledgers.is_dir():
         raise ReportError(f"{path}: no run lies there (it needs config.yaml and streams/ledger)")
     try:

@@ -236,7 +236,10 @@ def test_what_is_no_yaml_is_told_in_one_line(tmp_path, capsys):
         assert "line 2, column 1: is no YAML" in line
 
 
-@pytest.mark.parametrize(("folder", "options"), [("metrics", []), ("streams/ledger", []), ("streams/ledger", ["--audit"])])
+@pytest.mark.parametrize(
+    ("folder", "options"),
+    [("metrics", []), ("streams/ledger", []), ("streams/ledger", ["--audit"]), (".", []), (".", ["--audit"])],
+)
 def test_a_folder_that_may_not_be_read_is_told_and_not_taken_for_empty(tmp_path, capsys, folder, options):
     run = new_run(tmp_path)
     run.config.write_text("run: {name: demo}\n")
