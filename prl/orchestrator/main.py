@@ -146,6 +146,14 @@ class Orchestrator:
         else:
             self._end_now(words, reason)
 
+    def stop(self, words: str) -> None:
+        """A colleague asks for the end: after the step in hand, or now, where nothing is trained yet that could end well. It
+        may be said again."""
+        if self._running:
+            self._work.finish(words, "stopped")
+        elif not self._causes:
+            self.cancel(f"{words} before it trained")
+
     def expect_deaths(self) -> None:
         """The batch system is ending processes of this run: what they die of is no cause, nor what some have died of just now.
         Somebody finds out why, and then calls `cancel` or `leave`."""
@@ -364,7 +372,7 @@ class Orchestrator:
         await watch_requests(
             self._run,
             every_s,
-            stop=lambda words: self._work.finish(words, "stopped"),
+            stop=self.stop,
             save=lambda: self._work.checkpoints.ask(),
             saving=lambda: self._work.checkpoints.asked and not self._work.steps.finished,  # whose end saves
         )

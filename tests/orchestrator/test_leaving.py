@@ -71,6 +71,22 @@ def test_before_rollouts_are_handed_out_there_is_nothing_to_save(tmp_path, reaso
     assert (ended.outcome, ended.reason, ended.steps) == ("left", reason, 0)
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_stop_ends_a_run_after_its_step_and_before_any_at_once(tmp_path, running):
+    async def scenario(rig):
+        rig.orchestrator._running = running
+        for _ in range(2):
+            rig.orchestrator.stop("asked to stop by STOP")
+        assert rig.orchestrator._work.steps.finishing == running
+        assert len(rig.causes) == (not running)
+
+    run(tmp_path / "run", scenario)
+    ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
+    expected = ("done", "stopped", "asked to stop by STOP") if running else ("cancelled", "cancelled", ended.cause)
+    assert (ended.outcome, ended.reason, ended.cause) == expected
+    assert running or ended.cause == "asked to stop by STOP before it trained"
+
+
 def test_the_step_that_is_trained_next_is_saved_once_after_somebody_asked(tmp_path):
     async def scenario(rig):
         await rig.come("trainer 0", 0)
