@@ -76,6 +76,11 @@ class ClusterOptions:
     cpus_per_node: Annotated[
         int | None, "CPUs asked of Slurm a node; null: the partition's default", AtLeast(1), Below(10**5)
     ] = None
+    bind_cpus: Annotated[
+        Literal["auto", "never"],
+        "auto: a process with accelerators runs on the CPUs of their NUMA nodes alone (of those that Slurm gave), which it "
+        "shares with others there; on all CPUs where these are not known, as the log then says; never: all on all CPUs",
+    ] = "auto"
     memory_per_node_gib: Annotated[
         float | None, "memory asked of Slurm a node, in GiB; 0: all of it; null: the partition's default", AtLeast(0)
     ] = None

@@ -34,6 +34,7 @@ def bind(config: Config, split: Split, allocation: Allocation, attempt: int) -> 
     children: list[ChildPlan] = []
     sampling: list[int] = []
     interface = _interface(config, split)
+    near = config.cluster.bind_cpus == "auto" and split.gpus_per_node > 0
     rank = replica = 0
     for component, (part, hosts) in enumerate(zip(split.components, allocation.hosts, strict=True)):
         if len(hosts) != part.nodes:
@@ -52,11 +53,12 @@ def bind(config: Config, split: Split, allocation: Allocation, attempt: int) -> 
                     **interface,
                     **_devices(part.node.trainer_devices, config.train.threads),
                 }
-                children.append(ChildPlan("trainer", rank, node, part.node.trainer_devices[local : local + 1], environment))
+                devices = part.node.trainer_devices[local : local + 1]
+                children.append(ChildPlan("trainer", rank, node, devices, environment, near_devices=near))
                 rank += 1
             for devices in part.node.replica_devices:
                 environment = {**interface, **_devices(devices, config.sample.threads)}
-                children.append(ChildPlan("sampler", replica, node, devices, environment, serves=True))
+                children.append(ChildPlan("sampler", replica, node, devices, environment, serves=True, near_devices=near))
                 replica += 1
             if part.node.replicas:
                 sampling.append(node)

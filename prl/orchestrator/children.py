@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from prl.orchestrator.leftovers import remove, segments_of
@@ -24,6 +25,7 @@ class ChildPlan:
     devices: tuple[int, ...]
     environment: Mapping[str, str]
     serves: bool = False  # needs a port
+    near_devices: bool = False  # runs on the processors near its devices alone
 
     @property
     def name(self) -> str:
@@ -41,8 +43,11 @@ class RunningChild:
     segments: set[Path] = field(default_factory=set)  # of shared memory that its group was seen to have
 
 
-async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Path, start: int = 0) -> RunningChild:
-    """Start `python -m prl.<role>`; both its outputs go to logs/<role>-<index>.log."""
+async def start_child(
+    plan: ChildPlan, environment: Mapping[str, str], logs: Path, start: int = 0, cpus: Set[int] | None = None
+) -> RunningChild:
+    """Start `python -m prl.<role>`; both its outputs go to logs/<role>-<index>.log. `cpus`: processors on which it and what it
+    starts may run; None: those of this process."""
     log, started = logs / f"{plan.role}-{plan.index}.log", time.time()
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
@@ -54,16 +59,22 @@ async def start_child(plan: ChildPlan, environment: Mapping[str, str], logs: Pat
             stderr=output,
             env={**os.environ, **environment, **plan.environment},
             start_new_session=True,
-            preexec_fn=_ignore_warnings,
+            preexec_fn=partial(_prepare, cpus),
         )
     return RunningChild(plan, process, group_of(process.pid, log), log, start, started)
 
 
-def _ignore_warnings() -> None:
-    """The batch system warns with these all processes of a job; one that does not expect them would die. Ignoring is inherited
-    by all that the child starts, catching (as its parent may do) is not."""
+def _prepare(cpus: Set[int] | None) -> None:
+    """In the child before its program. The batch system warns with these signals all processes of a job; one that does not
+    expect them would die. Ignoring is inherited by all that the child starts, catching (as its parent may do) is not; so is the
+    choice of processors, which may have been taken from the job since it was made: the child's log says so."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if cpus is not None:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as error:
+            os.write(2, f"prl: not bound to processors {sorted(cpus)}: {error}\n".encode())
 
 
 def kill_child(child: RunningChild) -> None:

@@ -8,12 +8,10 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prl.cluster.preflight.devices import given_devices
 from prl.cluster.preflight.measure import in_thread
 from prl.cluster.preflight.node import pass_preflight
 from prl.config.machine import memory_kills
@@ -36,6 +34,7 @@ from prl.orchestrator.children import (
     note_segments,
     start_child,
 )
+from prl.orchestrator.node_devices import processors, with_given_devices
 from prl.orchestrator.outcome import MEMORY_KILL
 from prl.orchestrator.staging import StageOrders, cache_environment, local_folder, stage
 from prl.runfolder.logs import log_end
@@ -89,11 +88,14 @@ async def run_agent(
                     record()
                     own |= await _stage(client, run, folders[-1], orders, plans, metrics)
                     caches = cache_environment(folders[-1] / "caches", os.environ)
+                cpus = await processors(plans)
 
                 async def start(plan: ChildPlan, number: int) -> RunningChild:
                     environment = _environment(run, attempt, plan, number, address, control_url) | own
                     environment |= caches if plan.devices else {}
-                    child = children[plan.name] = await start_child(plan, environment, run.logs(attempt), number)
+                    child = children[plan.name] = await start_child(
+                        plan, environment, run.logs(attempt), number, cpus.get(plan.name)
+                    )
                     record()
                     if (plan.name, number) in given_up:
                         kill_child(child)
@@ -141,23 +143,8 @@ async def _plans(
         for task in (passing, stopping):
             task.cancel()
     answer = await client.call("children", {}, deadline_s=options.start_s, reason="the plan of this node's children")
-    plans = [_bound(ChildPlan(**{**entry, "devices": tuple(entry["devices"])})) for entry in answer["children"]]
+    plans = [with_given_devices(ChildPlan(**{**entry, "devices": tuple(entry["devices"])})) for entry in answer["children"]]
     return plans, StageOrders(**answer["local"]) if answer["local"] is not None else None
-
-
-def _bound(plan: ChildPlan) -> ChildPlan:
-    """With the accelerators that this node has given in the place of their numbers in the plan, which count from 0."""
-    given, planned = given_devices(), plan.environment.get("CUDA_VISIBLE_DEVICES")
-    if given is None or not planned:
-        return plan
-    numbers = [int(number) for number in planned.split(",")]
-    if max(numbers) >= len(given):
-        raise RuntimeError(
-            f"{plan.name} is to have accelerator {max(numbers)}, counted from 0, and this node was given "
-            f"{','.join(given) or 'none'} (CUDA_VISIBLE_DEVICES): see cluster.gpus_per_node"
-        )
-    own = ",".join(given[number] for number in numbers)
-    return replace(plan, environment={**plan.environment, "CUDA_VISIBLE_DEVICES": own})
 
 
 def _temporary_files(prefix: str) -> AbstractContextManager[str]:

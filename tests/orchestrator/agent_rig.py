@@ -11,7 +11,7 @@ class Orchestrator:
 
     def __init__(self, stub, restarts):
         self.restarts, self.ended, self.to_end, self.dumps, self.bell = restarts, [], [], 0, Bell()
-        self.local, self.devices = None, [[], []]
+        self.local, self.devices, self.near_devices = None, [[], []], False
         self.environment = {"PYTHONPATH": str(stub), "PYTHONSAFEPATH": "1"}
         handlers = {name: getattr(self, name) for name in ("preflight", "children", "child_ended", "orders", "node_done")}
         self.server = ControlServer("token", handlers, on_join=lambda m: None, on_fail=lambda m, e, t: self.ended.append(e))
@@ -21,6 +21,7 @@ class Orchestrator:
 
     async def children(self, member, body):
         plan = {"role": "sampler", "node": 1, "serves": True, "environment": self.environment}
+        plan["near_devices"] = self.near_devices
         children = [{**plan, "index": index, "devices": devices} for index, devices in enumerate(self.devices)]
         return {"children": children, "local": self.local}
 

@@ -35,3 +35,17 @@ def test_trainers_yield_the_cpu_to_samplers_on_the_same_cores(nodes, sections, y
     assert {child.role for child in children} >= {"trainer", "sampler", "actor", "preprocess"}
     told = {child.role for child in children if "PRL_YIELDS_CPU" in child.environment}
     assert told == ({"trainer"} if yields else set())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "near"),
+    [
+        ({"gpus_per_node": 2}, {"trainer", "sampler"}),
+        ({"gpus_per_node": 2, "bind_cpus": "never"}, set()),
+        ({}, set()),  # without accelerators
+    ],
+)
+def test_processes_with_accelerators_are_to_run_near_these(cluster, near):
+    children = bound(cluster=cluster).children
+    assert {child.role for child in children} >= {"trainer", "sampler", "actor", "preprocess"}
+    assert {child.role for child in children if child.near_devices} == near
