@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from prl.cluster.option_names import long_name, unknown_names
 from prl.cluster.run import Runner, run
-from prl.cluster.sbatch_names import unknown_names
 from prl.cluster.slurm_output import SlurmOutputError, parse_memory_mib
 from prl.cluster.split import Split
 from prl.config.schema import Config
@@ -29,6 +29,12 @@ _REFUSED = {
         "accelerators are asked for by cluster.gpus_per_node, in the way of cluster.gpu_request",
     ),
 }
+_REFUSED_OF_STEP = frozenset(
+    {
+        *("het-group", "export", "unbuffered", "kill-on-bad-exit", "wait", "output", "error"),
+        *("nodes", "ntasks", "ntasks-per-node", "container-image", "container-mounts", "help", "usage", "version", "test-only"),
+    }
+)
 _OF_BOTH = {  # what has a key for all components, and may be another one for each
     "partition": "cluster.partition",
     "account": "cluster.account",
@@ -99,21 +105,17 @@ def _request(config: Config, component: Literal["train", "sample", "all"], nodes
 
 
 def _named(options: Mapping[str, Value]) -> dict[str, Value]:
-    return {_long_name(key): value for key, value in options.items()}
-
-
-def _long_name(key: str) -> str:
-    return key.lstrip("-").replace("_", "-")
+    return {long_name(key): value for key, value in options.items()}
 
 
 def request_problems(config: Config, split: Split, runner: Runner = run) -> Iterator[str]:
-    """What cannot be asked of sbatch: options that it has not, and those that prl sets itself."""
+    """What cannot be asked of sbatch, and of the job's srun: options that it has not, and those that prl sets itself."""
     cluster = config.cluster
     sections = {"sbatch": cluster.sbatch, "sbatch_train": cluster.sbatch_train, "sbatch_sample": cluster.sbatch_sample}
-    unknown = unknown_names({_long_name(key) for options in sections.values() for key in options}, runner)
+    unknown = unknown_names("sbatch", {long_name(key) for options in sections.values() for key in options}, runner)
     for section, options in sections.items():
         for key, value in options.items():
-            name, where = _long_name(key), f"cluster.{section}.{key}"
+            name, where = long_name(key), f"cluster.{section}.{key}"
             if name in unknown:
                 yield f"{where}: {unknown[name]}"
             elif name in _REFUSED:
@@ -136,3 +138,14 @@ def request_problems(config: Config, split: Split, runner: Runner = run) -> Iter
             parse_memory_mib(str(memory))
         except SlurmOutputError as error:
             yield f"cluster.{section}.mem = {memory}: {error}"
+    yield from _step_problems(config, runner)
+
+
+def _step_problems(config: Config, runner: Runner) -> Iterator[str]:
+    keys = {key: long_name(key) for key in config.cluster.srun}
+    unknown = unknown_names("srun", {*keys.values()} - _REFUSED_OF_STEP, runner)  # container-image is a plugin's
+    for key, name in keys.items():
+        if name in unknown:
+            yield f"cluster.srun.{key}: {unknown[name]}"
+        elif name in _REFUSED_OF_STEP:
+            yield f"cluster.srun.{key}: {_SET}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prl.cluster.fabric import VARIABLES
+from prl.cluster.option_names import long_name
 from prl.cluster.requests import Request, Value, requests
 from prl.cluster.split import Split
 from prl.cluster.warning import measured_lead_s
@@ -111,7 +112,7 @@ def _flag(name: str, value: Value) -> str:
 
 def _step_options(config: Config, run: RunFolder) -> dict[str, Value]:
     cluster = config.cluster
-    options = {**_STEP_OPTIONS, **{key.replace("_", "-"): value for key, value in cluster.srun.items()}}
+    options = {**_STEP_OPTIONS, **{long_name(key): value for key, value in cluster.srun.items()}}
     if cluster.container == "pyxis":
         options |= {"container-image": str(cluster.container_image), "container-mounts": ",".join(_mounts(config, run))}
     return options

@@ -6,10 +6,6 @@ from collections.abc import Iterator
 from prl.config.schema import Config
 
 _OWN_VARIABLES = ("PYTHONPATH", "PYTHONSAFEPATH", "SUBMITIT_EXECUTOR", "MASTER_ADDR")
-_OWN_STEP_OPTIONS = (
-    "het-group", "export", "unbuffered", "kill-on-bad-exit", "wait", "output", "error", "nodes", "ntasks", "ntasks-per-node",
-    "container-image", "container-mounts",
-)  # fmt: skip
 
 
 def cluster_problems(config: Config) -> Iterator[str]:
@@ -32,9 +28,6 @@ def cluster_problems(config: Config) -> Iterator[str]:
     for key in cluster.environment:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", key) or key in _OWN_VARIABLES or key.startswith("PRL_"):
             yield f"cluster.environment.{key}: is no name of a variable, or of one that prl sets itself; choose another"
-    for key in cluster.srun:
-        if not re.fullmatch("[a-z][a-z0-9_-]*", key) or key.replace("_", "-") in _OWN_STEP_OPTIONS:
-            yield f"cluster.srun.{key}: is no option of srun, or one that prl-submit sets itself; srun --help lists them"
     if cluster.chain > 1 and cluster.nodes is None:
         yield f"cluster.chain = {cluster.chain}: is for Slurm jobs; ask for nodes with --nodes N, or set it to 1"
     if cluster.chain > 1 and cluster.requeue:

@@ -1,12 +1,13 @@
-"""What is asked of Slurm: sbatch's options for each component; names that it has not are refused with the nearest."""
+"""What is asked of Slurm: sbatch's options for each component, and srun's; names that it has not are refused, with the nearest
+one."""
 
-import subprocess
+import shutil
 
 import pytest
 
+from prl.cluster.option_names import listed, parse_help
 from prl.cluster.requests import request_problems, requests
-from prl.cluster.run import Output, ProgramError
-from prl.cluster.sbatch_names import LISTED, parse_help
+from prl.cluster.run import Output, ProgramError, run
 from prl.cluster.split import make_split
 from prl.config.load import replace
 from prl.config.schema import Config
@@ -97,6 +98,8 @@ def test_a_run_on_this_machine_asks_for_nothing():
         ({"C": "h100"}, "cluster.sbatch.C: sbatch has no such option; write its long name, constraint"),
         ({"-x": "n3"}, "cluster.sbatch.-x: sbatch has no such option; write its long name, exclude"),
         ({"container-imag": "x"}, "cluster.sbatch.container-imag: sbatch has no such option; did you mean container-image?"),
+        ({"mem_per_node": "9G"}, "cluster.sbatch.mem_per_node: sbatch has no such option; did you mean mem?"),
+        ({"gpus-per-nod": 1}, "cluster.sbatch.gpus-per-nod: sbatch has no such option; did you mean gpus-per-node?"),
         ({"foo bar": 1}, "cluster.sbatch.foo bar: sbatch has no such option; sbatch --help lists them"),
         ({"partition": "x"}, "cluster.sbatch.partition: has a key of its own, cluster.partition"),
         ({"gpus_per_node": 1}, "cluster.sbatch.gpus_per_node: has a key of its own, cluster.gpus_per_node"),
@@ -147,9 +150,54 @@ def test_names_in_the_help_of_sbatch():
     assert parse_help(HELP) == {"array", "begin", "extra-node-info", "container-image", "uenv"}
 
 
-@pytest.mark.slurm
-def test_the_list_has_what_this_sbatch_has():
-    said = subprocess.run(["sbatch", "--help"], capture_output=True, text=True, check=True, timeout=30).stdout
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"netwrok": "x"}, "cluster.srun.netwrok: srun has no such option; did you mean network?"),
+        ({"cpu_bnid": "x"}, "cluster.srun.cpu_bnid: srun has no such option; did you mean cpu-bind?"),
+        ({"K": 1}, "cluster.srun.K: srun has no such option; write its long name, kill-on-bad-exit"),
+        ({"wrap": "ls"}, "cluster.srun.wrap: srun has no such option"),
+        ({"x; touch y": 1}, "cluster.srun.x; touch y: srun has no such option; srun --help lists them"),
+        ({"het_group": 0}, "cluster.srun.het_group: is set by prl-submit and cannot be changed"),
+        ({"container-image": "x"}, "cluster.srun.container-image: is set by prl-submit and cannot be changed"),
+    ],
+)
+def test_options_that_the_step_cannot_have(options, words):
+    (line,) = problems(srun=options)
+    assert line.startswith(words)
+
+
+def test_srun_itself_is_asked_for_what_its_plugins_add():
+    asked = []
+
+    def answer(arguments, **_):
+        asked.append(arguments)
+        return Output(0, HELP, "")
+
+    assert problems(runner=answer, srun={"network": "disable_rdzv_get", "--mem_bind": "local", "exact": True}) == []
+    assert asked == []
+    assert problems(runner=answer, srun={"uenv": "x"}) == []
+    assert asked == [["srun", "--help"]]
+
+
+@pytest.fixture
+def without_a_cluster(tmp_path, monkeypatch):
+    """Where Slurm's programs print their help: they read a configuration first."""
+    if shutil.which("srun") is None:
+        pytest.skip("there is no Slurm here")
+    (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=localhost\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+
+
+@pytest.mark.parametrize("program", ["sbatch", "srun"])
+def test_the_lists_have_what_the_programs_here_have(without_a_cluster, program):
+    said = run([program, "--help"], timeout_s=30.0).out
     names = parse_help(said)
     assert len(names) > 90
-    assert names <= LISTED
+    assert names <= listed(program).keys()
+
+
+def test_the_srun_here_takes_an_option_that_its_help_leaves_out_and_no_other(without_a_cluster):
+    assert run(["srun", "--network=x", "--help"], timeout_s=30.0).out
+    with pytest.raises(ProgramError, match="unrecognized option '--netwrok=x'"):
+        run(["srun", "--netwrok=x", "--help"], timeout_s=30.0)
