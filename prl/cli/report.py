@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from prl.cli import console
 from prl.config.load import ConfigError
-from prl.config.paths import current_folder
+from prl.config.paths import check_named, current_folder
 from prl.report import audit
 from prl.report.read import ReportError, read_run
 from prl.report.render import render
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.prepare()
     options = parser.parse_args(arguments)
     try:
+        check_named("prl-report", options.run)
         if not os.path.isabs(options.run):
             current_folder()
         if options.audit:

@@ -35,6 +35,7 @@ from prl.cluster.split import Split, make_split, settle_mode
 from prl.cluster.submission import Submission
 from prl.config.checks import check, check_numbers
 from prl.config.load import ConfigError
+from prl.config.paths import check_named
 from prl.config.schema import Config
 from prl.control.ports import free_port
 from prl.runfolder.outcome import OutcomeError
@@ -68,6 +69,9 @@ def _main(options: argparse.Namespace, interrupts: Interrupts) -> int:
         print(describe_options())
         return 0
     try:
+        for name in ("resume", "replay", "status", "cancel"):
+            if (path := getattr(options, name)) is not None:
+                check_named(f"--{name}", path)
         if options.cancel is not None:
             return cancel(options.cancel)
         if options.status is not None:

@@ -40,6 +40,12 @@ def current_folder() -> Path:
         raise ConfigError("the current folder does not exist any more; change to one that does") from None
 
 
+def check_named(argument: str, path: str) -> None:
+    """Raises ConfigError where a path is empty, which would be the current folder."""
+    if not path:
+        raise ConfigError(f"{argument} '': no run folder is named; where a variable was to name it, that one is not set")
+
+
 def is_path_key(key: str) -> bool:
     """Whether an option of a domain names a file or files."""
     return key in ("path", "paths") or key.endswith(("_path", "_paths"))

@@ -11,7 +11,7 @@ import pytest
 from stand_ins import stand_in
 from submitting import processes_of, wait_for, with_function
 
-from prl.cli import submit
+from prl.cli import report, submit
 from prl.cli.job_end import follow_job
 from prl.cluster import claims
 from prl.cluster.begin import begin
@@ -151,3 +151,21 @@ def test_ctrl_c_while_a_job_is_followed_leaves_it_running(run, monkeypatch):
     assert "Ctrl-C: the job goes on" in out
     assert f"prl-submit --cancel {run}" in out
     assert "scancel" not in calls.read_text()
+
+
+@pytest.mark.parametrize("argument", ["--resume", "--status", "--cancel", "--replay"])
+def test_no_run_is_named_by_an_empty_text_even_in_a_runs_folder(run, capsys, monkeypatch, argument):
+    monkeypatch.chdir(run.path)
+    assert submit.main([argument, "", *(["../../c.yaml"] if argument == "--replay" else [])]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert (
+        said.err
+        == f"prl-submit: error: {argument} '': no run folder is named; where a variable was to name it, that one is not set\n"
+    )
+
+
+def test_no_report_of_a_run_that_an_empty_text_names(run, capsys, monkeypatch):
+    monkeypatch.chdir(run.path)
+    assert report.main([""]) == 1
+    assert capsys.readouterr().err.startswith("prl-report: error: prl-report '': no run folder is named")
