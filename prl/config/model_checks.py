@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError, model_config, new_model_config, read_model_config
+from prl.config.hub import said_of_missing
 from prl.config.layout import context_problems, layout_problems, tensor_misfit
 from prl.config.model_files import tokenizer_problems, weight_problems
 from prl.config.schema import Config
@@ -46,8 +47,8 @@ def model_and_problems(config: Config) -> tuple[ModelConfig | None, list[str]]:
         return None, [f"model.path = {folder}: {error.strerror}; have its owner permit it (chmod), or name another folder"]
     if not there:
         return None, [
-            f"model.path = {folder}: no such folder; give that of a downloaded Hugging Face model, or the name of one in the "
-            "cache on this machine (hf download ORG/NAME)"
+            f"model.path = {folder}: no such folder, and {said_of_missing(str(folder))}; give the folder of a downloaded "
+            "Hugging Face model, or the name of one in the cache (hf download ORG/NAME [--revision REVISION])"
         ]
     if not whole:
         return None, [f"model.path = {folder}: has no config.json; it must be a complete Hugging Face folder"]

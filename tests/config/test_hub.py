@@ -49,13 +49,29 @@ def test_a_folder_that_is_there_counts_more(cache, tmp_path):
     assert model("ann/small-1.5B", tmp_path) == str(tmp_path / "ann/small-1.5B")
 
 
-@pytest.mark.parametrize("name", ["ann/small", "ann/small-1.5B@v2", "bob/small-1.5B"])
-def test_what_the_cache_lacks_is_said_with_what_to_do(cache, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ann/small", "has no model of this name"),
+        ("bob/small-1.5B", "has no model of this name"),
+        ("a/b/c", "has no model of this name"),
+        ("ann/small-1.5B@v2", "has ann/small-1.5B, but not its revision v2, only main, v1"),
+        ("ann/small-1.5B@refs/pr/1", "has ann/small-1.5B, but not its revision refs/pr/1, only main, v1"),
+    ],
+)
+def test_what_the_cache_lacks_is_said_with_what_to_do(cache, tmp_path, name, words):
     path = model(name, tmp_path)
     assert path == str(tmp_path / name)
     _, (problem,) = model_and_problems(replace(Config(), model={"path": path}))
-    assert problem.startswith(f"model.path = {path}: no such folder")
+    assert problem.startswith(f"model.path = {path}: no such folder, and the cache {tmp_path}/hub {words}; give the folder")
     assert "hf download ORG/NAME" in problem
+
+
+def test_a_model_of_which_the_cache_has_another_commit_alone(cache, tmp_path):
+    for name in ("main", "v1"):
+        (cache.parent / "refs" / name).unlink()
+    _, (problem,) = model_and_problems(replace(Config(), model={"path": model("ann/small-1.5B", tmp_path)}))
+    assert f"has ann/small-1.5B, but not its revision main, only {', '.join(COMMITS)};" in problem
 
 
 @pytest.mark.parametrize("name", ["", "small", "/ann/small", "../ann/small", "a/b/c", "ann/small--1@", "ann/sm all", "~/small"])
