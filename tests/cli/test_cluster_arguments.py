@@ -98,6 +98,10 @@ def test_a_runs_own_configuration_needs_no_profile_any_more(config):
         (["--set", "cluster.container_image=a.sif"], "cluster.container_image = a.sif: set cluster.container to pyxis"),
         (["--set", "cluster.environment.PYTHONPATH=x"], "cluster.environment.PYTHONPATH: is no name of a variable, or of one"),
         (["--set", "cluster.srun.het-group=1"], "cluster.srun.het-group: is set by prl-submit and cannot be ch"),
+        (
+            ["--nodes", "3", "--set", "cluster.srun.netwrok=x"],
+            "cluster.srun.netwrok: srun has no such option; did you mean network?",
+        ),
         (["--nodes", "1", "--set", "cluster.sbatch_train.partition=a"], "cluster.sbatch_train: is for one component of a het"),
     ],
 )
