@@ -30,6 +30,7 @@ from prl.weights.legs import LaneReport, Tally
 from prl.weights.plan import Tile
 from prl.weights.shipments import Route, Shipment, Slot, View, run_of, shipments_of
 
+SETTLE_S = 1.0  # until it is looked at who is behind: whoever lives comes further meanwhile, and who has died does not
 Writing = Callable[[], AbstractContextManager[None]]  # in which memory that is in use may be written; raises where it may not
 
 
@@ -123,6 +124,8 @@ class _End:
             raise TransportError(f"{self._title}: left in {shipment.what}: {error}") from error
         except (Lost, RuntimeError) as error:
             waited_s = time.monotonic() - began
+            if not isinstance(error, Lost):
+                time.sleep(max(0.0, min(SETTLE_S, end - time.monotonic())))
             members = self._crew.members(shipment.root, shipment.lane)
             how = groups.said(error)
             if isinstance(error, Lost):

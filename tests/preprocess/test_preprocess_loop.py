@@ -73,8 +73,9 @@ class World:
             on_trained=self._trained, save_now=lambda step: False,
         )  # fmt: skip
         self.bell = bell
+        self.token = create_token(self.run.token)
         self.server = ControlServer(
-            "token",
+            self.token,
             {**self.rollouts.handlers(), **self.steps.handlers()},
             on_join=lambda member: None,
             on_fail=lambda member, error, trace: self.failed.append(error),
@@ -87,7 +88,7 @@ class World:
         return step == STEPS
 
     def client(self, url: str, role: str) -> ControlClient:
-        return ControlClient(url, "token", role, 0, self.config.control)
+        return ControlClient(url, self.token, role, 0, self.config.control)
 
     async def act(self, client: ControlClient) -> None:
         """Lease, sample, publish, announce: each announcement twice, as a client does that lost the answer; the third group's
@@ -140,7 +141,7 @@ class World:
 
 async def run_world(world: World) -> None:
     url = await world.server.start("127.0.0.1")
-    child = Child(world.config, world.run, 1, "preprocess", 0, "127.0.0.1", None, "token", url)
+    child = Child(world.config, world.run, 1, "preprocess", 0, "127.0.0.1", None, world.token, url)
     try:
         async with asyncio.timeout(120):
             async with (
@@ -263,7 +264,6 @@ async def run_process(world: World, then) -> None:
     """`python -m prl.preprocess` in the world, as a node agent starts it; `then(process, actor, trainer)`."""
     url = await world.server.start("127.0.0.1")
     world.run.config.write_text(dump(world.config))
-    create_token(world.run.token)
     places = {"PRL_RUN": world.run.path, "PRL_ATTEMPT": 1, "PRL_ROLE": "preprocess", "PRL_INDEX": 0}
     places |= {"PRL_HOST": "127.0.0.1", "PRL_CONTROL_URL": url}
     environment = os.environ | {name: str(value) for name, value in places.items()}
@@ -321,7 +321,7 @@ def test_what_was_left_in_redis_makes_room(tmp_path, monkeypatch):
     world.config = replace(world.config, streams=streams)
     world.run.attempt(2).mkdir()
     world.run.plan(2).write_text(world.run.plan(1).read_text())
-    server = RedisServer(world.run, 1, "127.0.0.1", free_port("127.0.0.1"), create_token(world.run.token), start_s=30)
+    server = RedisServer(world.run, 1, "127.0.0.1", free_port("127.0.0.1"), world.token, start_s=30)
     with closing(server):
         world.run.redis_url(2).write_text(world.run.redis_url(1).read_text())
         for attempt in (1, 2, 2):
@@ -330,7 +330,7 @@ def test_what_was_left_in_redis_makes_room(tmp_path, monkeypatch):
 
         async def start_and_stop() -> None:
             url = await world.server.start("127.0.0.1")
-            child = Child(world.config, world.run, 2, "preprocess", 0, "127.0.0.1", None, "token", url)
+            child = Child(world.config, world.run, 2, "preprocess", 0, "127.0.0.1", None, world.token, url)
             async with world.client(url, "preprocess") as own, asyncio.timeout(30):
                 running = asyncio.create_task(preprocess(child, own))
                 while left() != [2] and not running.done():  # noqa: ASYNC110 - the server tells nobody
@@ -358,13 +358,13 @@ def test_what_was_dropped_behind_a_group_that_waits_makes_room_in_redis(tmp_path
     world = World(tmp_path / "run", "arrival")
     streams = StreamsOptions(backend="redis", redis=RedisOptions(start=True), roll_groups=1)
     world.config = replace(world.config, streams=streams)
-    server = RedisServer(world.run, 1, "127.0.0.1", free_port("127.0.0.1"), create_token(world.run.token), start_s=30)
+    server = RedisServer(world.run, 1, "127.0.0.1", free_port("127.0.0.1"), world.token, start_s=30)
     with closing(server):
         writer, reader = (open_writer(world.run, "actor-000", "run", 1, streams), open_reader(world.run, "run", 1, streams))
 
         async def drop_all_but_the_first() -> list[int]:
             url = await world.server.start("127.0.0.1")
-            child = Child(world.config, world.run, 1, "preprocess", 0, "127.0.0.1", None, "token", url)
+            child = Child(world.config, world.run, 1, "preprocess", 0, "127.0.0.1", None, world.token, url)
             async with world.client(url, "preprocess") as own, world.client(url, "actor") as actor, asyncio.timeout(60):
                 running = asyncio.create_task(preprocess(child, own))
                 answer = await actor.call("lease", {"groups": 4}, deadline_s=60, reason="test")
