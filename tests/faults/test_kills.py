@@ -104,7 +104,7 @@ def test_a_process_that_dies_at_every_point_in_turn_and_is_started_again_loses_a
     """Within one attempt: each start dies at the next point, the last one lives."""
     points = kill_points.known()[process][::-1]  # the first are passed before it has joined, which the first start has to
     deaths = [{**kill(process, point), "start": start} for start, point in enumerate(points)]
-    run.resume(*deaths, settings=[f"control.restarts={len(points)}"], more=2 * STEPS)
+    run.resume(*deaths, settings=[f"control.restarts={len(points)}"], more=20 * STEPS)  # metrics are written seldom
     assert [fault["point"] for fault in run.fired] == points, run.words()
     run.check_ended()
 
