@@ -7,6 +7,8 @@ from prl.trainer.options import TrainOptions
 
 OPTIONS = TrainOptions(
     learning_rate=1e-3,
+    # So large that rounding of gradients near nought, by which Adam divides, does not decide which way a weight goes.
+    epsilon=1e-4,
     clip_grad=1e6,
     entropy_coefficient=0.01,
     kl_coefficient=0.1,

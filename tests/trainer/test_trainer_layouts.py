@@ -121,25 +121,15 @@ def test_some_sequences_are_clipped_and_some_masked(results):
 
 @pytest.mark.parametrize(("ranks", "model", "name"), EXACT)
 def test_weights_after_some_steps_are_those_of_one_rank(results, ranks, model, name):
-    """Adam divides gradients by their own size: a step is as long as the learning rate, 1e-3, also where the gradient is nearly
-    nought, and what differs there is rounding. So weights need not be as near as gradients are. What must hold: each layout
-    makes of its own gradients what AdamW does, within the digits of float32; where gradients are not small, weights are the
-    same to a hundredth of a step; elsewhere to a fifth, and few are so far apart."""
+    """To a hundredth of the longest step, 1e-3; and each layout makes of its own gradients what AdamW does, within the digits
+    of float32."""
     found, expected = results[ranks, f"{model}_{name}"], results[1, f"{model}_one"]
-    first, second = (parts(expected, f"{which}gradient:") for which in ("", "next_"))
-    largest = max(np.abs(values).max() for values in first.values())
-    apart = 0
     for key, values in parts(expected, "end:").items():
-        assert np.abs(values - expected[f"start:{key}"]).max() > 1e-3, key
+        assert np.abs(values - expected[f"start:{key}"]).max() > 3e-4, key
         own = [found[f"{which}gradient:{key}"] for which in ("", "next_")]
         written = adamw(found[f"start:{key}"], own, OPTIONS.learning_rate * (10 if key == "value_head" else 1))
         np.testing.assert_allclose(found[f"end:{key}"], written, rtol=3e-7, atol=3e-7, err_msg=key)
-        difference = np.abs(found[f"end:{key}"] - values)
-        small = np.minimum(np.abs(first[key]), np.abs(second[key])) < 1e-3 * largest
-        assert difference[~small].max(initial=0.0) < 1e-5, key
-        assert difference.max() < 2e-4, key
-        apart += (difference > 1e-5).sum()
-    assert apart <= 0.001 * sum(values.size for values in first.values())
+        np.testing.assert_allclose(found[f"end:{key}"], values, rtol=0, atol=1e-5, err_msg=key)
 
 
 def adamw(weights: np.ndarray, gradients: Sequence[np.ndarray], rate: float) -> np.ndarray:
@@ -163,9 +153,9 @@ def test_half_precision_is_near(results, ranks, model, name):
     gradients go through some two hundred such roundings (45 a layer), which add up to sqrt(200 / 3) / 2^9 = 1.6 %, of what
     depends on little more for a part of the tensors. What ranks forget to add up would be half of a tensor's, or all."""
     half, full = results[ranks, f"{model}_{name}"], results[1, f"{model}_one"]
-    for step in (1, 2):
+    for step, near in ((1, 0.02), (2, 0.05)):  # the second one's weights differ by what the first one made of its gradients
         assert float(half[f"{step}:train/loss"]) == pytest.approx(float(full[f"{step}:train/loss"]), abs=0.05)
-        assert float(half[f"{step}:train/grad_norm"]) == pytest.approx(float(full[f"{step}:train/grad_norm"]), rel=0.02)
+        assert float(half[f"{step}:train/grad_norm"]) == pytest.approx(float(full[f"{step}:train/grad_norm"]), rel=near)
     expected = parts(full, "gradient:")
     off = {key: half[f"gradient:{key}"] - values for key, values in expected.items()}
     for key, values in expected.items():
