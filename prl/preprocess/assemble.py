@@ -7,6 +7,7 @@ advantage; every sampled token carries its log-prob and the lag of its version f
 `prepare` does what a group alone decides, as it comes in; `build_step` what the step decides.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -160,10 +161,20 @@ def refusal(versions: frozenset[Version], newest: int, moment: Moment, too_old: 
             return ABANDONED
         if lag(moment.step, version) < 0:
             raise ValueError(f"rollouts of version {version} for step {moment.step}: that version is made by a later step")
+    return TOO_OLD if is_too_old(versions, newest, moment, too_old) else None
+
+
+def is_too_old(versions: frozenset[Version], newest: int, moment: Moment, too_old: str) -> bool:
+    """Whether the lag limit alone forbids to train a group: by its oldest token, or by its newest where old ones are masked."""
     if too_old == "train":
-        return None
+        return False
     deciding = newest if too_old == "mask" else min((version.step for version in versions), default=newest)
-    return TOO_OLD if _age(moment, deciding) > moment.max_lag else None
+    return _age(moment, deciding) > moment.max_lag
+
+
+def drop_metrics(dropped: Counter[str]) -> dict[str, float]:
+    """dropped_* of so many rollouts by their reasons."""
+    return {f"dropped_{name}": float(dropped[reason]) for reason, name in DROPPED.items()}
 
 
 def _age(moment: Moment, version_step: Steps) -> Steps:

@@ -20,7 +20,7 @@ from prl.control.server import Bell
 from prl.flow.events import to_discard_rows, to_rows
 from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
-from prl.preprocess.assemble import DROPPED, Moment
+from prl.preprocess.assemble import Moment, drop_metrics
 from prl.preprocess.builder import BuilderSettings, Built, PublishedStep, UnreadableEntry, Workshop
 from prl.preprocess.replay import replay
 from prl.preprocess.steps import Arrival, StepMaker, StepOrder
@@ -266,7 +266,7 @@ class _Loop:
             "build_s": built.seconds,
             "publish_s": published.seconds,
             "quarantined_files": float(len(self._unreadable)),
-            **{f"dropped_{name}": float(self._dropped[reason]) for reason, name in DROPPED.items()},
+            **drop_metrics(self._dropped),
         }
         self._dropped.clear()
         body = {

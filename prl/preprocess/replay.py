@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
@@ -13,7 +14,20 @@ from prl.config.load import load
 from prl.config.schema import Config
 from prl.control.child import Child
 from prl.control.client import ControlClient
-from prl.preprocess.assemble import CUT, EQUAL, OVERLONG, TOO_OLD, Moment, Prepared, Step, build_step, prepare
+from prl.flow.ids import RolloutId
+from prl.preprocess.assemble import (
+    CUT,
+    EQUAL,
+    OVERLONG,
+    TOO_OLD,
+    Moment,
+    Prepared,
+    Step,
+    build_step,
+    drop_metrics,
+    is_too_old,
+    prepare,
+)
 from prl.runfolder.paths import RunFolder
 from prl.streams.files import StreamError, StreamFile, next_sequence
 from prl.streams.folder import rollout_files
@@ -68,20 +82,29 @@ class Original:
 
 
 def rebuild(original: Original, step: int, config: Config, data_parallel_size: int) -> Step:
-    """A step of the original run, built with the options of `config`. Raises StreamError where they leave nothing of it."""
-    prepared = [prepare(group, config.preprocess) for group in original.groups(step)]
-    moment = Moment(step, 0, {}, config.run.lag_limit)
-    kept = [group for group in prepared if group.samples]
-    oldest = step - 1 - moment.max_lag if config.preprocess.too_old == "mask" else 0
-    if all(group.newest < oldest for group in kept):
-        raise StreamError(f"{original.run}: of step {step} nothing is left to train on: {_why_nothing(prepared)}")
-    return build_step(kept, moment, config.preprocess, data_parallel_size)
+    """A step of the original run, built with the options of `config`. Its number is that in which the original trained it, so
+    that the lag of every token is what it was there; groups above this run's limit are discarded whole, or their old tokens
+    are masked, as in a live run (preprocess.too_old), with nothing in their place. Raises StreamError where nothing is left.
+    """
+    moment, too_old = Moment(step, 0, {}, config.run.lag_limit), config.preprocess.too_old
+    kept: list[Prepared] = []
+    left_out: list[tuple[RolloutId, str]] = []
+    for group in (prepare(group, config.preprocess) for group in original.groups(step)):
+        if not group.samples:
+            left_out += group.discarded
+        elif is_too_old(group.versions, group.newest, moment, too_old):
+            left_out += [(rollout, TOO_OLD) for rollout in group.ids]
+        else:
+            kept.append(group)
+    if not kept:
+        raise StreamError(f"{original.run}: of step {step} nothing is left to train on: {_why_nothing(left_out)}")
+    made = build_step(kept, moment, config.preprocess, data_parallel_size)
+    return replace(made, discarded=[*left_out, *made.discarded])
 
 
-def _why_nothing(groups: Iterable[Prepared]) -> str:
+def _why_nothing(discarded: Iterable[tuple[RolloutId, str]]) -> str:
     """Rollouts by the reason for which they are discarded, each with its options."""
-    ends = [reason for group in groups for reason in [*(end for _, end in group.discarded), *[TOO_OLD] * len(group.samples)]]
-    counts = Counter(f"{reason} ({_DISCARDS[reason]})" if reason in _DISCARDS else reason for reason in ends)
+    counts = Counter(f"{reason} ({_DISCARDS[reason]})" if reason in _DISCARDS else reason for _, reason in discarded)
     return "; ".join(f"{count} rollouts: {reason}" for reason, count in counts.items())
 
 
@@ -112,7 +135,7 @@ async def replay(child: Child, client: ControlClient, data_parallel_size: int) -
                 "checksum": file.checksum,
                 "trained": [],
                 "discarded": [],
-                "metrics": {},
+                "metrics": drop_metrics(Counter(reason for _, reason in made.discarded)),
             }
             await client.call("step_file", announcement, deadline_s=wait_s, reason=f"announcing step {number}")
 

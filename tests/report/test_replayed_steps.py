@@ -95,6 +95,7 @@ def test_another_runs_rollouts_are_passed_over(run, tmp_path, capsys):
     ("change", "max_lag", "words"),
     [
         ({"pack_tokens": 2}, 4, r"6 rollouts: longer than a micro-batch \(preprocess.pack_tokens\)$"),
+        ({"too_old": "drop"}, 0, r"6 rollouts: too old \(preprocess.too_old, run.max_lag\)$"),
         ({"too_old": "mask"}, 0, r"6 rollouts: too old \(preprocess.too_old, run.max_lag\)$"),
         ({"too_old": "mask", "pack_tokens": 2}, 0, r"6 rollouts: longer than a micro-batch"),
     ],
@@ -106,3 +107,25 @@ def test_a_step_of_which_nothing_is_left_is_told_with_the_option(run, change, ma
     )
     with pytest.raises(StreamError, match=rf"of step 5 nothing is left to train on: {words}"):
         rebuild(Original(run), 5, config, 1)
+
+
+@pytest.mark.parametrize("too_old", ["drop", "mask", "train"])
+def test_a_lower_limit_of_the_lag_holds_as_in_a_live_run(run, too_old):
+    """Which groups are above it follows from the step that trained them and the versions in the rollout files."""
+    config, original = load(run.config), Original(run)
+    config = replace(config, preprocess=replace(config.preprocess, too_old=too_old), run=replace(config.run, max_lag=1))
+    dropped = 0
+    for step in range(1, 9):
+        groups = original.groups(step)
+        lags = {group.group: step - 1 - group.rollouts[0].turns[0].versions[0].version.step for group in groups}
+        old = {group for group, lag in lags.items() if lag > 1 and too_old != "train"}
+        if len(old) == len(groups):
+            with pytest.raises(StreamError, match=r"6 rollouts: too old"):
+                rebuild(original, step, config, 1)
+            continue
+        made = rebuild(original, step, config, 1)
+        assert {rollout.group for rollout in made.trained} == set(lags) - old
+        assert made.discarded == [(rollout, "too old") for g in groups if g.group in old for rollout in g.rollout_ids()]
+        assert made.metrics["lag_max"] == max(lag for group, lag in lags.items() if group not in old)
+        dropped += len(old)
+    assert bool(dropped) == (too_old != "train")
