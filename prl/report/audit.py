@@ -18,6 +18,7 @@ import numpy as np
 
 from prl.config.load import ConfigError, load
 from prl.config.schema import Config
+from prl.report.audit_again import check_issued_again
 from prl.report.audit_files import RolloutFiles, StepRows, check_age, open_own_step, read_rollout_files, step_rows
 from prl.report.audit_ids import SHOWN, Findings, Ids, Int64, gaps, numbered, pairs_of
 from prl.report.audit_ledger import AGAIN, DISCARDED, ISSUED, TRAINED, Ledger
@@ -91,6 +92,7 @@ def audit(path: Path | str) -> Audit:
         return _with_findings(result, findings)
     _count(result, ledger)
     _check_ids(result, ledger, findings)
+    check_issued_again(ledger, findings)
     _check_numbers(ledger, _group_sizes(run, config, attempts), findings)
     files = read_rollout_files(run, config.run.mark, lambda: _reclaimed(run), ledger.problems, findings)
     _check_rollout_files(result, run, config, ledger, files, findings)
