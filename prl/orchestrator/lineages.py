@@ -86,7 +86,8 @@ class Lineages:
 
     async def check(self) -> None:
         """Read the checkpoint while the processes of the run start. None of it, and nothing that depends on it, has been used
-        where it turns out damaged: the attempt then begins at an older one."""
+        where it turns out damaged: the attempt then begins at an older one. Trainers are not started again meanwhile: those
+        are that have all joined, which they do once they know where they begin."""
         if self.certain:
             return
         before = self.work
@@ -94,7 +95,7 @@ class Lineages:
             start = await thread_to_its_end(checked_start, self._run, self._config, before.start, self._go_on)
         except NotWanted:
             return
-        if self._given_up.is_set() or self.work is not before:  # trainers that were started again look for themselves
+        if self._given_up.is_set():  # all that `work` was has been told to end: no other takes its place
             return
         if start is not before.start:
             await before.close()

@@ -8,6 +8,7 @@ writer: order goes by them, never by times of the filesystem.
 """
 
 import errno
+import logging
 import os
 import random
 import re
@@ -34,10 +35,12 @@ FILE_NAME = re.compile(  # digits bounded so that the numbers fit where numbers 
     r"_(?P<checksum>[0-9a-f]{16})\.arrow"
 )
 _SEQUENCES = 10**15
+_LATE_S = 1.0  # for which a name may be missing without a word
 _NOT_YET_VISIBLE = (errno.ENOENT, errno.ESTALE)
 T = TypeVar("T")
 ReadAt = Callable[[int, int], pa.Buffer]  # from which byte on, and how many; raises StreamError where there are fewer
 _UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOTDIR)  # that file, and not for want of something here
+log = logging.getLogger(__name__)
 
 
 class StreamError(Exception):
@@ -196,20 +199,29 @@ def read_published(
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
     """What `make` makes of a published file, once its size is right. On a shared filesystem a new name may show late on other
-    nodes: for up to `wait_s` the parent is listed (which refreshes what the node believes) and the file opened again.
-    Raises StreamError, also where the disk fails; other OSErrors as they are."""
-    end = clock() + wait_s
+    nodes: for up to `wait_s` the parent is listed (which refreshes what the node believes) and the file opened again; a wait
+    worth a word is logged. Raises StreamError, also where the disk fails; other OSErrors as they are."""
+    began, told = clock(), False
     while True:
         try:
             with _open_published(path, size_bytes) as file:
+                if told:
+                    log.warning("%s: there after %.1f s", path, clock() - began)
                 return make(partial(_read_at, path, file.fileno()))
         except OSError as error:
             if error.errno in _UNREADABLE:
                 raise StreamError(f"{path}: cannot be read ({error.strerror})") from error
             if error.errno not in _NOT_YET_VISIBLE:
                 raise
-            if clock() >= end:
-                raise StreamError(f"{path}: not there after waiting {wait_s:g} s for it ({error.strerror})") from error
+            waited_s = clock() - began
+            if waited_s >= wait_s:
+                raise StreamError(
+                    f"{path}: not there after waiting {waited_s:.1f} s for it, the deadline is {wait_s:g} s "
+                    f"({error.strerror}); look whether this node sees {path.parent} as the one that wrote it does"
+                ) from error
+            if waited_s >= _LATE_S and not told:
+                log.warning("%s: announced, and not there after %.1f s; waited for up to %g s", path, waited_s, wait_s)
+                told = True
         sleep(random.uniform(0.05, 0.15))  # noqa: S311  (so that the nodes do not ask in step)
         try:
             os.listdir(path.parent)

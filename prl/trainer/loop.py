@@ -117,7 +117,7 @@ def _train(
             return step, bool(ordered.get("leave"))
         file = ordered["file"]
         told = time.monotonic()
-        client.progress(f"training step {step + 1}")
+        client.progress(f"reading the file of step {step + 1}, {file['path']}")
         data = read_step(
             child.run.path / file["path"],
             file["bytes"],
@@ -130,6 +130,7 @@ def _train(
         )
         microbatches = data.microbatches()
         read = time.monotonic()
+        client.progress(f"training step {step + 1}")
         metrics = train_step(engine, microbatches, data.facts)
         skipped = skipped + 1 if metrics[names.SKIPPED] else 0
         if skipped > engine.options.max_skipped_steps:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -264,7 +265,7 @@ def test_groups_that_no_reader_would_take_are_refused_at_once(tmp_path):
             writer.append(Group(0, "d", "", "d/1", 7, 0, two, numbers))
 
 
-def test_a_name_that_shows_late_is_waited_for(tmp_path):
+def test_a_name_that_shows_late_is_waited_for_and_told_with_its_deadline(tmp_path, caplog):
     published = write(tmp_path, [make_group(0, np.random.default_rng(0))])
     hidden = tmp_path / "elsewhere"
     published.path.rename(hidden)
@@ -276,10 +277,15 @@ def test_a_name_that_shows_late_is_waited_for(tmp_path):
             hidden.rename(published.path)
 
     arguments = (published.path, published.bytes, published.checksum)
-    with pytest.raises(StreamError, match="not there after waiting 10 s"):
+    words = rf"{published.path}: not there after waiting 10.\d s for it, the deadline is 10 s"
+    with pytest.raises(StreamError, match=words):
         read_checked(*arguments, wait_s=10, clock=lambda: now[0], sleep=sleep)
+    caplog.clear()
     assert read_checked(*arguments, wait_s=60, clock=lambda: now[0], sleep=sleep).size == published.bytes
     assert 20 < now[0] < 21
+    late, there = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(rf"{published.path}: announced, and not there after 1\.\d s; waited for up to 60 s", late)
+    assert re.fullmatch(rf"{published.path}: there after (9|10)\.\d s", there)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
