@@ -17,7 +17,7 @@ from prl.cluster.slurm_output import WAITING, JobRow, fold_states, has_ended
 from prl.cluster.submission import reopen
 from prl.config.load import ConfigError, load
 from prl.config.paths import current_folder
-from prl.runfolder.outcome import read_outcome
+from prl.runfolder.outcome import OutcomeError, read_outcome
 from prl.runfolder.paths import RunFolder, run_of_attempt
 
 LEFT = 130  # exit code of a command that follows a job and is interrupted; the job goes on
@@ -25,7 +25,7 @@ LEFT = 130  # exit code of a command that follows a job and is interrupted; the 
 
 def show_status(path: str, *, follow: bool) -> int:
     """Print the state of a run's latest attempt, and with `follow` its progress to its end; the exit code. Raises ConfigError,
-    ProgramError, SubmissionError and OutcomeError."""
+    ProgramError, SubmissionError and, with `follow`, OutcomeError."""
     run, attempt, record = _latest(path)
     print(f"run {run}, attempt {attempt}, {_job(record)}")
     if record.kind == "local":
@@ -127,7 +127,10 @@ def _time(time: datetime) -> str:
 
 def _end(run: RunFolder, attempt: int, rows: Sequence[JobRow] = ()) -> str:
     """How the attempt ended, where it says so itself; else what Slurm says of its job."""
-    outcome = read_outcome(run.exit(attempt))
+    try:
+        outcome = read_outcome(run.exit(attempt))
+    except OutcomeError as error:
+        return f"{console.printable(str(error))}; see {run.logs(attempt)}"
     if outcome is not None:
         return f"{outcome.outcome}: {console.printable(outcome.cause)} (exit code {outcome.code})"
     if rows:

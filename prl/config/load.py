@@ -19,6 +19,7 @@ from prl.config.plain_files import NotPlainError, open_plain
 from prl.config.schema import Config
 
 _Problem = tuple[str, str]  # the key, and what is wrong with it in words
+_BEGINS, _ENDS = "# written by prl, whole up to the line # end", "# end"  # of a file that `dump` made
 SHOWN = 80  # characters of a value, in messages
 
 
@@ -106,9 +107,17 @@ def _parts(key: str) -> list[str]:
 
 
 def read_yaml(path: Path) -> DictConfig | ListConfig:
-    """Raises OSError, and YAMLError, OmegaConfBaseException, ValueError or RecursionError for what is no YAML."""
+    """Raises OSError, and YAMLError, OmegaConfBaseException, ValueError or RecursionError for what is no YAML, is empty, or was
+    cut short: what is left of a run's configuration would be taken with the defaults of the rest."""
     with open_plain(path) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
-        return OmegaConf.load(text)
+        content = text.read()
+    found = OmegaConf.load(io.StringIO(content))
+    if not found:
+        raise YAMLError("is empty: it holds no key")
+    lines = content.splitlines()
+    if lines[0] == _BEGINS and _ENDS not in lines:
+        raise YAMLError(f"is cut short, its last line should be {_ENDS}: restore it, e.g. from an attempt_NNN of its run")
+    return found
 
 
 def _apply(tree: DictConfig, override: str) -> None:
@@ -177,8 +186,8 @@ def _out_of_bounds(options: Any, where: str) -> Iterator[_Problem]:
 
 
 def dump(config: Config) -> str:
-    """YAML of every key, defaults included; `load` gives the same Config back."""
-    return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
+    """YAML of every key, defaults included; `load` gives the same Config back, and tells where the end is missing."""
+    return f"{_BEGINS}\n{OmegaConf.to_yaml(OmegaConf.create(_plain(config)))}{_ENDS}\n"
 
 
 def replace(config: Config, **sections: Mapping[str, Any]) -> Config:

@@ -41,7 +41,7 @@ class Audit:
     run: str
     attempts: int
     replay: str  # the run whose step files this one trains on; its rollouts have their ends there
-    ended: str | None  # the newest attempt's outcome; None: it still runs, or was killed
+    ended: str | None  # the newest attempt's outcome, "unknown" where it is damaged; None: it still runs, or was killed
     steps: int = 0  # of the surviving lineage
     lineages: int = 0
     issued: int = 0
@@ -81,9 +81,9 @@ def audit(path: Path | str) -> Audit:
     except ConfigError as error:
         raise ReportError(*error.args) from error
     attempts = run.attempts()
-    ended = _outcome(run, attempts[-1]) if attempts else None
-    result = Audit(str(run.path.resolve()), len(attempts), config.run.replay, ended)
     findings = Findings()
+    ended = _outcome(run, attempts[-1], findings) if attempts else None
+    result = Audit(str(run.path.resolve()), len(attempts), config.run.replay, ended)
     try:
         _reclaimed(run)  # damage is told before all else
         ledger = Ledger(read_ledger(run.ledgers), _forks(run, attempts), findings)
@@ -101,11 +101,12 @@ def audit(path: Path | str) -> Audit:
     return _with_findings(result, findings)
 
 
-def _outcome(run: RunFolder, attempt: int) -> str | None:
+def _outcome(run: RunFolder, attempt: int, findings: Findings) -> str | None:
     try:
         outcome = read_outcome(run.exit(attempt))
     except OutcomeError as error:
-        raise ReportError(str(error)) from error
+        findings.add("", str(error))
+        return "unknown"
     return None if outcome is None else outcome.outcome
 
 

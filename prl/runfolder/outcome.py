@@ -15,6 +15,7 @@ DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
 LEFT = "left"  # saved what it had and ended before its time, since its nodes were to be taken away
 EXIT_CODES = {DONE: 0, FAILED: 1, LEFT: 75, CANCELLED: 130}  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
 RESERVE_BYTES = 128 * 1024
+_RESTORE = "restore it, or remove it: the attempt then counts as one that was killed"
 
 
 class OutcomeError(Exception):
@@ -86,9 +87,9 @@ def read_outcome(path: Path) -> Outcome | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise OutcomeError(f"{path}: cannot be read, and does not say how the attempt ended: {error}") from error
+        raise OutcomeError(f"{path}: cannot be read, and does not say how the attempt ended: {error}; {_RESTORE}") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("outcome"), str):
-        raise OutcomeError(f"{path}: is no object with an outcome, and does not say how the attempt ended")
+        raise OutcomeError(f"{path}: is no object with an outcome, and does not say how the attempt ended; {_RESTORE}")
 
     def of(kind: type | tuple[type, ...], name: str, default: Any = None) -> Any:
         return facts[name] if isinstance(facts.get(name), kind) else default

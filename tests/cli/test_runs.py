@@ -129,6 +129,13 @@ def test_what_cannot_be_seen_or_ended_from_here_is_told(run, capsys):
     run.submission(2).write_text(json.dumps(facts))
     assert submit.main(["--cancel", "runs/one"]) == 2
     assert "the run was started on elsewhere without Slurm; end it there" in capsys.readouterr().err
+    run.exit(2).write_text('{"outcome": ')
+    assert submit.main(["--status", "runs/one"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"run {run}, attempt 2, process 63 on elsewhere"
+    assert told[1].startswith(f"  {run.exit(2)}: cannot be read, and does not say how the attempt ended: ")
+    assert told[1].endswith(f"; restore it, or remove it: the attempt then counts as one that was killed; see {run.logs(2)}")
+    run.exit(2).unlink()
     assert submit.main(["--status", "runs/none"]) == 2
     assert "runs/none: no run lies there" in capsys.readouterr().err
     assert submit.main(["--status", "runs/one/attempt_001"]) == 2

@@ -37,6 +37,17 @@ def test_values_keep_their_types(tmp_path):
     assert config.cluster.nodes is None
 
 
+def test_a_written_configuration_that_was_cut_short_anywhere_is_refused_with_its_name(tmp_path):
+    """Most of what is left of it is valid YAML, and the defaults would take the place of the rest."""
+    text = dump(load(written(tmp_path, GOOD)))
+    for length in range(0, len(text) - 1, 61):
+        path = written(tmp_path, text[:length])
+        with pytest.raises(ConfigError, match=f"^{path}: ") as caught:
+            load(path)
+    assert "is cut short, its last line should be # end: restore it" in str(caught.value)
+    assert load(written(tmp_path, text + "# a person's note\n")).run.steps == 10
+
+
 def test_dump_and_load_give_the_same_config(tmp_path):
     config = load(written(tmp_path, GOOD))
     assert load(written(tmp_path, dump(config))) == config

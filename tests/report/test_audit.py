@@ -382,6 +382,25 @@ def test_the_command(run, capsys):
         audit(run.path / "model")
 
 
+@pytest.mark.parametrize("damage", ["", "[]", '{"outcome": "do'])
+def test_a_damaged_exit_is_a_finding_beside_the_rest(run, damage):
+    whole = audit(run.path)
+    run.exit(2).write_text(damage)
+    found = audit(run.path)
+    (finding,) = found.named
+    assert finding["what"] == ""
+    assert finding["wrong"].startswith(f"{run.exit(2)}: ")
+    assert finding["wrong"].endswith("restore it, or remove it: the attempt then counts as one that was killed")
+    assert replace(found, ended=whole.ended, findings=0, named=[]) == whole
+    assert "ended: unknown" in render(found)
+
+
+def test_a_configuration_that_was_cut_short_is_refused_with_its_name(run):
+    run.config.write_text(run.config.read_text()[:200])
+    with pytest.raises(ReportError, match=f"{run.config}: is cut short"):
+        audit(run.path)
+
+
 def test_a_run_over_redis_says_that_no_rollouts_were_checked(run):
     run.config.write_text(run.config.read_text().replace("backend: folder", "backend: redis"))
     shutil.rmtree(run.rollouts)
