@@ -111,12 +111,12 @@ def read_yaml(path: Path) -> DictConfig | ListConfig:
     cut short: what is left of a run's configuration would be taken with the defaults of the rest."""
     with open_plain(path) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
         content = text.read()
+    lines = content.splitlines()
+    if lines[:1] == [_BEGINS] and _ENDS not in lines:
+        raise YAMLError(f"is cut short, its last line should be {_ENDS}: restore it, e.g. from an attempt_NNN of its run")
     found = OmegaConf.load(io.StringIO(content))
     if not found:
         raise YAMLError("is empty: it holds no key")
-    lines = content.splitlines()
-    if lines[0] == _BEGINS and _ENDS not in lines:
-        raise YAMLError(f"is cut short, its last line should be {_ENDS}: restore it, e.g. from an attempt_NNN of its run")
     return found
 
 
