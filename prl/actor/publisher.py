@@ -33,7 +33,7 @@ class Publisher:
         self._wait_s = wait_s
         self._groups: list[Group] = []
         self._gathered_bytes = 0  # of `_groups`
-        self._waiting_bytes = 0  # of these and of what is being written
+        self._waiting_bytes = 0  # of these and of what is being written or announced
         self._since_s = 0.0  # when the first of `_groups` came
         self._wanted: int | None = None
         self._closed = False
@@ -58,8 +58,8 @@ class Publisher:
         self._bell.ring()
 
     async def gathered(self) -> None:
-        """Returns once groups wait to be published, or did since this was called before."""
-        if not self._groups:
+        """Returns once groups wait to be published, or to be written, or did since this was called before."""
+        if not self._waiting_bytes:
             await self._gathered.wait()
         self._gathered.clear()
 
@@ -70,6 +70,11 @@ class Publisher:
         """A step waits: from now on so many groups wait for no others. None: no step does."""
         self._wanted = groups
         self._bell.ring()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a step waits for groups, as far as is known here."""
+        return self._wanted is not None
 
     def close(self) -> None:
         """Lets `run` end once everything put before is announced."""
@@ -104,7 +109,8 @@ def rollout_publisher(
     run: RunFolder, run_name: str, attempt: int, control: ControlClient, options: StreamsOptions, deadlines: ControlOptions
 ) -> Publisher:
     """Publishes to the actor's own part of the run's rollout stream."""
-    writer = open_writer(run, f"actor-{control.index:03d}", run_name, attempt, options)
+    name = f"actor-{control.index:03d}"
+    writer = open_writer(run, name, run_name, attempt, options, awaited=lambda: publisher.wanted)
 
     def write(groups: Sequence[Group]) -> Iterator[Mapping[str, Any]]:
         for group in groups:
@@ -115,4 +121,5 @@ def rollout_publisher(
         deadline_s = deadlines.stop_s if control.stopping.is_set() else deadlines.trainers_s
         return await control.call("rollouts", entry, deadline_s=deadline_s, reason=f"announcing {entry['path']}")
 
-    return Publisher(write, announce, options, wait_s=deadlines.trainers_s)
+    publisher = Publisher(write, announce, options, wait_s=deadlines.trainers_s)
+    return publisher

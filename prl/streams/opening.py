@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 
 from prl.config.plain_files import read_plain
 from prl.control.token import read_token
@@ -13,13 +14,22 @@ from prl.streams.reader import RolloutReader
 from prl.streams.writer import RolloutWriter
 
 
-def open_writer(run: RunFolder, writer: str, run_name: str, attempt: int, options: StreamsOptions) -> RolloutWriter:
-    """The stream of one writer (an actor); a name of its own for each of those that write at one time."""
+def open_writer(
+    run: RunFolder,
+    writer: str,
+    run_name: str,
+    attempt: int,
+    options: StreamsOptions,
+    *,
+    awaited: Callable[[], bool] = lambda: False,
+) -> RolloutWriter:
+    """The stream of one writer (an actor); a name of its own for each of those that write at one time. `awaited`: whether a
+    step waits for what it writes, which a bounded store then takes in any case."""
     store: Appender
     if options.backend == "redis":
         from prl.streams.redis_store import RedisAppender, RedisPlace
 
-        store = RedisAppender(RedisPlace(*_place(run, attempt, options.redis)), writer, options.redis)
+        store = RedisAppender(RedisPlace(*_place(run, attempt, options.redis)), writer, options.redis, awaited)
     else:
         store = FolderAppender(run, writer)
     return RolloutWriter(store, writer, run_name, attempt, options)

@@ -15,7 +15,10 @@ class RedisOptions:
     url: Annotated[str, "or the server that is there already, such as redis://host:6379/0"] = ""
     password_file: Annotated[str, "file with that server's password; none: it has none"] = ""
     max_mib: Annotated[
-        int, "an actor waits while more than so many MiB of its rollouts are in the server and not yet done with", AtLeast(1)
+        int,
+        "an actor waits while more than so many MiB of its rollouts are in the server and not yet done with, unless the next "
+        "step lacks some",
+        AtLeast(1),
     ] = 1024
     full_s: Annotated[
         float,

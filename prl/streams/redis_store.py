@@ -1,13 +1,14 @@
 """The rollout stream in a Redis server: one Redis stream a writer, one Arrow file an entry.
 
 An entry's id is its sequence number, so it can be put again after a lost answer and found from an announcement alone. The
-stream is bounded: a writer whose entries are not released waits, and nothing is trimmed that somebody may still read.
+stream is bounded: a writer whose entries are not released waits, and nothing is trimmed that somebody may still read. What a
+step waits for is put all the same: until that step is complete, nothing of it is released.
 """
 
 import random
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,9 +126,13 @@ class _Server:
 class RedisAppender:
     """One writer's stream."""
 
-    def __init__(self, place: RedisPlace, writer: str, options: RedisOptions) -> None:
+    def __init__(
+        self, place: RedisPlace, writer: str, options: RedisOptions, awaited: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`awaited`: whether a step waits for what this writer has."""
         self._server = _Server(place, options)
         self._options = options
+        self._awaited = awaited
         self._key = place.key(writer)
         self._bulk_bytes = self._server.bulk_bytes()
         self._server.ask("sadd", place.writers_key, writer)
@@ -165,7 +170,7 @@ class RedisAppender:
         while len(self._sizes) > length:
             self._sizes.popleft()
         waiting = sum(self._sizes)
-        return not waiting or waiting + size <= self._options.max_mib * 2**20
+        return not waiting or waiting + size <= self._options.max_mib * 2**20 or self._awaited()
 
     def _add(self, sequence: int, fields: Mapping[str, Any]) -> bool:
         """False: the server is full."""
