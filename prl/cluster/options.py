@@ -93,7 +93,9 @@ class ClusterOptions:
         Below(65536),
     ] = 120
     requeue: Annotated[
-        bool, "have Slurm put the job into the queue again after a time limit, a preemption or the loss of a node"
+        bool,
+        "have Slurm put the job into the queue again after a time limit, a preemption, or the loss of a node, its agent or the "
+        "orchestrator",
     ] = False
     chain: Annotated[
         int,

@@ -80,6 +80,7 @@ def render(config: Config, split: Split, run: RunFolder, attempt: int, *, after:
         ),
         "begin": shlex.join([*_python(config, run), "-m", "prl.cluster.begin"]),
         "clean_up": shlex.join([*_python(config, run), "-m", "prl.orchestrator.clean_up"]),
+        "end": shlex.join([*_python(config, run), "-m", "prl.cluster.end"]),
         "command": task_command(config, run, attempt),
     }
     if split.kind == "het":

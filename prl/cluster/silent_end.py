@@ -1,5 +1,7 @@
-"""Why an attempt under Slurm ended that left no exit.json: its first process was killed, or its node is gone. Slurm knows."""
+"""Why an attempt under Slurm ended that left no exit.json: its orchestrator was killed, or its node is gone. Its batch script
+tells that where it can, else whoever comes next asks Slurm."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from prl.cluster.record import read_record
@@ -12,7 +14,10 @@ from prl.metrics.events import read_events
 from prl.runfolder.outcome import CANCELLED, EXIT_CODES, FAILED, Outcome
 from prl.runfolder.paths import RunFolder
 
-# By the state of its job. One that Slurm calls FAILED or COMPLETED ended since a program of it failed.
+OUT_OF_MEMORY = 253  # srun's exit code where Slurm saw the kernel kill a task for that (SIG_OOM in slurm_protocol_defs.h)
+
+# By the state of its job. One that Slurm calls FAILED or COMPLETED failed in its batch script, which would have written the
+# outcome else.
 REASONS: Mapping[str, Reason] = {
     **dict.fromkeys(("NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL"), "node failure"),
     **dict.fromkeys(("TIMEOUT", "DEADLINE"), "time limit"),
@@ -31,6 +36,17 @@ def silent_end(rows: Sequence[JobRow]) -> tuple[Reason, str]:
     reason = REASONS[fold_states(ended)] if ended else "error"
     states = ", ".join(f"{row.state} on {row.nodes}" if row.nodes else row.state for row in rows)
     return reason, f"{reason}: the first process ended without a word; Slurm says of the job: {states or 'nothing'}"
+
+
+def killed_end(code: int, *, begun: bool) -> tuple[Reason, str]:
+    """The reason, and a sentence, of an attempt whose step has ended with srun's exit code while its job goes on. `begun`: its
+    orchestrator had; what goes wrong in it from then on, it writes down itself, so that it was killed."""
+    how = f"(srun's exit code: {code})"
+    if code == OUT_OF_MEMORY:
+        return "out of memory", f"the kernel has killed a process, out of memory, and nobody was left to say more {how}"
+    if not begun:
+        return "error", f"the step ended before its orchestrator began {how}"
+    return "killed", f"the orchestrator was killed before it could say why {how}"
 
 
 def ended_runs(job_id: str, runner: Runner = run) -> list[list[JobRow]]:
@@ -54,15 +70,15 @@ def write_silent_end(
     except ProgramError as error:  # in a container there may be none of Slurm's programs
         turns, unknown = [], f" ({error})"
     reason, words = silent_end(turns[turn] if turn < len(turns) else [])
+    write_for(folder, attempt, reason, f"{words}{unknown}", then)
+
+
+def write_for(folder: RunFolder, attempt: int, reason: Reason, words: str, then: Decision) -> Outcome:
+    """Write an attempt's exit.json in its place."""
     outcome = CANCELLED if reason == "cancelled" else FAILED
     path = folder.metrics / "orchestrator-0.jsonl"
     steps = [event.step or 0 for event in read_events(path)[0] if event.kind == names.STEP and event.attempt <= attempt]
-    Outcome(
-        outcome,
-        f"{words}{unknown}",
-        reason,
-        then.next,
-        then.words,
-        code=EXIT_CODES[outcome],
-        steps=max(steps, default=0),
-    ).write(folder.exit(attempt))
+    code = EXIT_CODES[outcome]
+    written = Outcome(outcome, words, reason, then.next, then.words, code=code, steps=max(steps, default=0), ended=time.time())
+    written.write(folder.exit(attempt))
+    return written

@@ -42,6 +42,8 @@ _ADVICE = {  # what Slurm says: what to do about it
     "QOS": "a limit of your account or QOS: lower what is asked for, wait for other jobs, or set cluster.qos",
 }
 
+Termination = Literal["preempted", "requeued", "node failure", "time limit", "cancelled"]
+
 
 def advice(said: str) -> str:
     """What to do about a refusal of Slurm's, to be put behind it; empty where that is not known."""
@@ -224,21 +226,25 @@ def cluster_name(runner: Runner = run) -> str | None:
     return found[1] if found else None
 
 
-def why_terminated(
-    job_id: str, now: float, restarts: int, runner: Runner = run
-) -> Literal["preempted", "requeued", "node failure", "time limit", "cancelled"] | None:
+def why_terminated(job_id: str, now: float, restarts: int, runner: Runner = run) -> Termination | None:
     """Why Slurm sends the job, or a component of it, SIGTERM at `now` (seconds since the epoch). `restarts`: how often it had
     been put into the queue again before. None where the job goes on: somebody has sent it the signal, or srun ends its step, as
     a task of it has ended. Raises ProgramError where Slurm does not answer."""
     with beyond_signals():
-        found = _FIELD.findall(runner(["scontrol", "-o", "show", "job", job_id], timeout_s=10.0).out)  # of all components
+        shown = runner(["scontrol", "-o", "show", "job", job_id], timeout_s=10.0).out  # all components
+    return termination(shown, now, restarts)
+
+
+def termination(shown: str, now: float, restarts: int) -> Termination | None:
+    """The same by what `scontrol -o show job` prints."""
+    found = _FIELD.findall(shown)
     states = {value for name, value in found if name == "JobState"}  # COMPLETING, as long as Slurm waits for its processes
     reasons = {value for name, value in found if name == "Reason"}
     if "NODE_FAIL" in states or "NodeDown" in reasons:
         return "node failure"
     if "PREEMPTED" in states or any(name == "PreemptTime" and _TIME.fullmatch(value) for name, value in found):
         return "preempted"
-    if any(name == "Restarts" and value.isdecimal() and int(value) > restarts for name, value in found):
+    if _restarts(found) > restarts:
         return "requeued"
     if "TIMEOUT" in states or "TimeLimit" in reasons:
         return "time limit"
@@ -247,6 +253,17 @@ def why_terminated(
     if states != {"RUNNING"}:
         return "cancelled"
     return "time limit" if any(now >= limit - LIMIT_S for limit in limits) else None
+
+
+def still_runs(shown: str, restarts: int) -> bool:
+    """Whether a job that has begun for the (`restarts` + 1)th time has not ended since then, nor been put into the queue again,
+    by what `scontrol -o show job` prints (nothing, where it does not answer)."""
+    found = _FIELD.findall(shown)
+    return {value for name, value in found if name == "JobState"} == {"RUNNING"} and _restarts(found) == restarts
+
+
+def _restarts(found: Sequence[tuple[str, str]]) -> int:
+    return max((int(value) for name, value in found if name == "Restarts" and value.isdecimal()), default=0)
 
 
 def requeue(job_id: str, runner: Runner = run) -> None:

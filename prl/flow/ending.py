@@ -12,6 +12,7 @@
     preempted       yes
     requeued        yes: somebody had Slurm put it into the queue again
     node failure    yes
+    killed          yes: its orchestrator, or a node agent, was ended from outside without a word
 
 An attempt that is to go on is put into the queue again where Slurm may do that, otherwise the next job of its chain goes on.
 Attempts that trained no step, one after another, end that: they would go on for ever.
@@ -33,9 +34,10 @@ Reason = Literal[
     "preempted",
     "requeued",
     "node failure",
+    "killed",
 ]
 Next = Literal["requeue", "chain", "stop"]
-GOES_ON: frozenset[Reason] = frozenset({"time limit", "preempted", "requeued", "node failure"})
+GOES_ON: frozenset[Reason] = frozenset({"time limit", "preempted", "requeued", "node failure", "killed"})
 
 
 @dataclass(frozen=True)

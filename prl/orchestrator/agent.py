@@ -18,10 +18,10 @@ import psutil
 
 from prl.cluster.allocation import Allocation, read_allocation
 from prl.cluster.executors import SUBMITTER
-from prl.cluster.record import read_record
+from prl.cluster.means import dismiss_followers, means_of
 from prl.cluster.run import ProgramError
-from prl.cluster.slurm import cancel_waiting, jobs_in_queue, requeue, why_terminated
-from prl.config.load import ConfigError, load
+from prl.cluster.slurm import requeue, why_terminated
+from prl.config.load import load
 from prl.config.plain_files import read_plain
 from prl.config.schema import Config
 from prl.control.child import say
@@ -29,7 +29,7 @@ from prl.control.garbage import leave_what_is_loaded
 from prl.control.parent import end_with_parent
 from prl.control.ports import free_port
 from prl.control.token import read_token
-from prl.flow.ending import Means, Reason
+from prl.flow.ending import NO_MEANS, Reason
 from prl.orchestrator.node import run_agent
 from prl.orchestrator.outcome import RunFailed
 from prl.runfolder.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome, reserve
@@ -66,7 +66,7 @@ def run_node(run_folder: str) -> None:
         if outcome.next == "requeue" and outcome.reason != "requeued" and allocation.job_id is not None:
             _requeue(allocation.job_id)
         if outcome.next == "stop" and allocation.job_id is not None:
-            _dismiss_followers(run, attempt)
+            dismiss_followers(run, attempt)
         say(f"{outcome.detail}{outcome.log_end}\nprl: {outcome.outcome}: {outcome.cause}".lstrip())
         if outcome.outcome != DONE:
             raise RunFailed(outcome.cause)
@@ -81,17 +81,6 @@ def _requeue(job_id: str) -> None:
         requeue(job_id)
     except ProgramError as error:
         say(f"prl: the job is not put into the queue again: {error}")
-
-
-def _dismiss_followers(run: RunFolder, attempt: int) -> None:
-    """The jobs behind this one in its chain would wait for all of their nodes, only to find that nothing is left to do. Where
-    Slurm cannot be told here, they do."""
-    try:
-        followers = read_record(run, attempt).followers
-        if followers:
-            cancel_waiting(followers)
-    except (ConfigError, ProgramError) as error:
-        say(f"prl: the jobs that follow in the chain are left to find out that the run has ended: {error}")
 
 
 class CancelledEarly(Exception):
@@ -162,23 +151,9 @@ async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, con
     token = read_token(run.token)
     leave_what_is_loaded()
     with _own_redis(run, attempt, allocation.host.address, config, token):
-        orchestrator = Orchestrator(run, config, plan, start, token, partial(_means, run, attempt, allocation, config))
+        means = partial(means_of, run, attempt, config) if allocation.job_id is not None else lambda: NO_MEANS
+        orchestrator = Orchestrator(run, config, plan, start, token, means)
         return await _lead_through(run, attempt, allocation, config, orchestrator, token, early)
-
-
-def _means(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> Means:
-    """By what the run may go on once the attempt has ended."""
-    fruitless = config.cluster.fruitless_attempts
-    if allocation.job_id is None:
-        return Means(requeue=False, chain=0, fruitless=fruitless)
-    followers: Sequence[str] = ()
-    try:
-        followers = read_record(run, attempt).followers
-        waiting = len(jobs_in_queue(followers))
-    except (ConfigError, ProgramError) as error:  # the outcome is written all the same
-        say(f"prl: jobs of the chain that are taken for waiting: {', '.join(followers) or 'none'}: {error}")
-        waiting = len(followers)
-    return Means(config.cluster.requeue, waiting, fruitless)
 
 
 def _own_redis(run: RunFolder, attempt: int, host: str, config: Config, token: str) -> AbstractContextManager[object]:

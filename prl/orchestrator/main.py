@@ -172,7 +172,7 @@ class Orchestrator:
         await asyncio.sleep(BEATS * heartbeat_s)
         if gone := self._server.silent((BEATS - 1) * heartbeat_s, "agent"):
             words = f"{gone[0].name} on {gone[0].host} has ended without a word, and Slurm has ended the others"
-            self._end_now(words, "error", "agent")
+            self._end_now(words, "killed", "agent")
         else:
             self.cancel(otherwise)
 

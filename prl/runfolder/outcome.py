@@ -8,7 +8,7 @@ from typing import Any
 
 from prl.config.plain_files import read_plain
 from prl.runfolder.manifest import ManifestError, read_manifest
-from prl.runfolder.paths import RunFolder
+from prl.runfolder.paths import RunFolder, listed
 from prl.runfolder.publish import publish, publish_json
 
 DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
@@ -48,6 +48,12 @@ class Outcome:
 def reserve(path: Path) -> None:
     """Keep room for the outcome at `path`: it has to be told above all when the filesystem is full."""
     publish(_reserve_of(path), bytes(RESERVE_BYTES))
+
+
+def is_reserved(path: Path) -> bool:
+    """Whether an orchestrator has begun the attempt whose outcome belongs to `path`, and has not written it."""
+    reserve = _reserve_of(path)
+    return reserve in listed(reserve.parent, reserve.name)
 
 
 def _reserve_of(path: Path) -> Path:

@@ -72,11 +72,14 @@ def leave_once(folder):
 def begin(folder):
     """As an attempt that was begun; whether this is rank 0."""
     from prl.cluster.allocation import read_allocation
+    from prl.runfolder.outcome import reserve
     from prl.runfolder.paths import RunFolder
 
     first = read_allocation().first
     if first:
-        RunFolder(folder).plan(int(os.environ["PRL_ATTEMPT"])).write_text("{}")
+        run, attempt = RunFolder(folder), int(os.environ["PRL_ATTEMPT"])
+        reserve(run.exit(attempt))
+        run.plan(attempt).write_text("{}")
     return first
 
 
@@ -90,3 +93,8 @@ def begin_and_die(folder):
     if begin(folder):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(120)
+
+
+def die(folder):
+    """The same before its orchestrator has begun, as with an error there."""
+    os._exit(1)

@@ -16,6 +16,7 @@ from prl.cluster.slurm_output import has_ended
 from prl.cluster.split import make_split
 from prl.config.load import ConfigError, replace
 from prl.config.schema import Config
+from prl.runfolder.outcome import read_outcome
 from prl.runfolder.paths import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -84,11 +85,28 @@ def test_a_chain_ends_with_the_job_that_was_cancelled(start):
     check_not_running(folder)
 
 
-def test_a_process_that_was_killed_without_a_word_ends_a_chain_as_an_error_does(start):
-    folder, chain = start(jobs.begin_and_die, chain=3)
-    wait_until(lambda: not jobs_in_queue(chain), "the end of the chain")
-    said = folder.chain_log(1).read_text()
-    assert said.count("the last one of the run: error (it left no exit.json, and Slurm says of its job FAILED)") == 2, said
+@pytest.mark.parametrize("requeue", [True, False])
+def test_after_an_orchestrator_that_was_killed_the_run_goes_on_until_it_gets_nowhere(start, requeue):
+    folder, chain = start(jobs.begin_and_die, requeue=requeue, chain=1 if requeue else 3)
+    wait_until(lambda: not jobs_in_queue(chain), "the end of the jobs")
+    assert folder.attempts() == [1, 2]  # cluster.fruitless_attempts
+    ends = [read_outcome(folder.exit(attempt)) for attempt in (1, 2)]
+    assert [(end.outcome, end.reason, end.next) for end in ends] == [
+        ("failed", "killed", "requeue" if requeue else "chain"),
+        ("failed", "killed", "stop"),
+    ]
+    assert ends[0].cause.startswith("the orchestrator was killed before it could say why (srun's exit code: 1")
+    assert ends[1].next_words == "killed; 2 attempts in a row trained no step"
+    assert [read_record(folder, attempt).job_id for attempt in (1, 2)] == ([chain[0]] * 2 if requeue else chain[:2])
+    assert [job_state(job) for job in chain] == ["FAILED"] * (1 if requeue else 2) + ["CANCELLED"] * (0 if requeue else 1)
+
+
+def test_what_ends_before_its_orchestrator_begins_would_do_so_again(start):
+    folder, (job,) = start(jobs.die, requeue=True)
+    wait_until(lambda: not jobs_in_queue([job]), "the end of the job")
+    ended = read_outcome(folder.exit(1))
+    assert (ended.outcome, ended.reason, ended.next) == ("failed", "error", "stop")
+    assert ended.cause.startswith("the step ended before its orchestrator began (srun's exit code: ")
     assert folder.attempts() == [1]
 
 

@@ -25,6 +25,7 @@ FREE = Means(requeue=True, chain=2, fruitless=2)
         ("preempted", "requeue"),
         ("requeued", "requeue"),
         ("node failure", "requeue"),
+        ("killed", "requeue"),
     ],
 )
 def test_only_what_came_from_outside_goes_on(reason, then):

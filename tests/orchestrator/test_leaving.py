@@ -138,7 +138,7 @@ def test_where_slurm_ends_the_step_of_a_job_that_goes_on_an_agent_that_is_gone_i
         assert ended.cause.endswith(" has ended without a word, and Slurm has ended the others")
     else:
         assert ended.cause == "cancelled by SIGTERM"
-    assert (ended.outcome, ended.reason) == (("failed", "error") if gone else ("cancelled", "cancelled"))
+    assert (ended.outcome, ended.reason) == (("failed", "killed") if gone else ("cancelled", "cancelled"))
 
 
 @pytest.mark.parametrize(("gone", "reason"), [(False, "requeued"), (True, "node failure")])

@@ -47,12 +47,19 @@ export PRL_NODES_0 PRL_NODES_1 MASTER_ADDR
 # Component 0's own limits must not become the other component's.
 unset SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
 
-# A node agent that was killed could not end what its children have started, nor remove temporary files and shared memory.
-clean_up() {
-  [ $? = 0 ] || timeout 60 srun --het-group=0-1 --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none \
+# A node agent that was killed could not end what its children have started, nor remove temporary files and shared memory; an
+# orchestrator that was killed could not say what follows, nor have the job put into the queue again.
+after_step() {
+  code=$?
+  [ $code != 0 ] || return 0
+  timeout 60 srun --het-group=0-1 --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none \
     /venv/bin/python -m prl.orchestrator.clean_up || echo "batch script: some node was not cleaned up" >&2
+  job=$(scontrol -o show job "$SLURM_JOB_ID" || true)
+  then=$(timeout 60 srun --nodes=1 --ntasks=1 --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none \
+    /venv/bin/python -m prl.cluster.end $code "$job" | tail -n 1) || echo "batch script: what follows is not decided here" >&2
+  [ "$then" != requeue ] || scontrol requeue "$SLURM_JOB_ID"
 }
-trap clean_up EXIT
+trap after_step EXIT
 
 # One step over both components, one task a node. The tasks redirect themselves: in such a step srun's --output expands
 # %j and %t to other numbers than the tasks see.

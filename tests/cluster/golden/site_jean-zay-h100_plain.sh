@@ -46,12 +46,19 @@ MASTER_ADDR=${MASTER_ADDR#*=}
 export PRL_NODES_0 ${PRL_NODES_1+PRL_NODES_1} MASTER_ADDR
 unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
 
-# A node agent that was killed could not end what its children have started, nor remove temporary files and shared memory.
-clean_up() {
-  [ $? = 0 ] || timeout 60 srun --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none \
+# A node agent that was killed could not end what its children have started, nor remove temporary files and shared memory; an
+# orchestrator that was killed could not say what follows, nor have the job put into the queue again.
+after_step() {
+  code=$?
+  [ $code != 0 ] || return 0
+  timeout 60 srun --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none \
     /venv/bin/python -m prl.orchestrator.clean_up || echo "batch script: some node was not cleaned up" >&2
+  job=$(scontrol -o show job "$SLURM_JOB_ID" || true)
+  then=$(timeout 60 srun --nodes=1 --ntasks=1 --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none \
+    /venv/bin/python -m prl.cluster.end $code "$job" | tail -n 1) || echo "batch script: what follows is not decided here" >&2
+  [ "$then" != requeue ] || scontrol requeue "$SLURM_JOB_ID"
 }
-trap clean_up EXIT
+trap after_step EXIT
 
 srun --export=ALL --unbuffered --kill-on-bad-exit=1 --wait=0 --mpi=none --cpu-bind=none \
   bash -c 'exec "$@" >>"$PRL_TASK_LOGS/${SLURM_JOB_ID}_${SLURM_PROCID}_log.out" 2>>"$PRL_TASK_LOGS/${SLURM_JOB_ID}_${SLURM_PROCID}_log.err"' task \

@@ -1,0 +1,132 @@
+"""What a batch script does once its step has failed: whether the job is put into the queue again, and what is written for an
+orchestrator that could not say how it ended."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from stand_ins import stand_in
+
+from prl.cluster.end import end
+from prl.cluster.record import Record
+from prl.metrics import names
+from prl.metrics.events import MetricsWriter
+from prl.runfolder.outcome import Outcome, read_outcome, reserve
+from prl.runfolder.paths import RunFolder
+
+RUNNING = (
+    "JobId=63 HetJobId=63 HetJobOffset=0 JobName=a JobState=RUNNING Reason=None Requeue=1 Restarts=1 PreemptTime=None "
+    "EndTime=2999-01-01T00:00:00\nJobId=64 HetJobId=63 HetJobOffset=1 JobName=a JobState=RUNNING Reason=None Requeue=1 "
+    "Restarts=1 PreemptTime=None EndTime=2999-01-01T00:00:00\n"
+)
+QUEUED = RUNNING.replace("RUNNING Reason=None", "PENDING Reason=BeginTime").replace("Restarts=1", "Restarts=2")
+AGAIN = RUNNING.replace("Restarts=1", "Restarts=2")  # and it runs already
+COMPLETING = RUNNING.replace("RUNNING", "COMPLETING", 1)
+PREEMPTED = RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-29T16:13:27")
+TIME_IS_UP = RUNNING.replace("2999", "2020")
+RECORD = Record("het", "63", (1, 1), "login", 5.0, RunFolder("/runs/a").attempt(1) / "submitit", "lab", ())
+KILL = 137
+OUT_OF_MEMORY = 253  # SIG_OOM
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Job 63 has begun for the second time, with attempt 2, whose orchestrator runs."""
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    for attempt in (1, 2):
+        run.attempt(attempt).mkdir()
+        run.attempt_config(attempt).write_text("run: {name: one}\ncluster: {requeue: true}\n")
+        RECORD.write(run.submission(attempt))
+    Outcome("left", "warned", "time limit", "requeue", "time limit", code=75, steps=3).write(run.exit(1))
+    reserve(run.exit(2))
+    return run
+
+
+def said(outcome):
+    return outcome.outcome, outcome.reason, outcome.next
+
+
+@pytest.mark.parametrize(
+    ("shown", "code", "ended", "again"),
+    [
+        (RUNNING, KILL, ("failed", "killed", "requeue"), True),
+        (PREEMPTED, KILL, ("failed", "preempted", "requeue"), True),
+        (TIME_IS_UP, KILL, ("failed", "time limit", "requeue"), True),
+        (RUNNING, OUT_OF_MEMORY, ("failed", "out of memory", "stop"), False),
+        (QUEUED, KILL, None, False),
+        (AGAIN, KILL, None, False),
+        (COMPLETING, KILL, None, False),
+        ("", KILL, None, False),
+    ],
+)
+def test_a_killed_orchestrator_s_job_is_queued_again_where_slurm_has_not_done_so(run, shown, code, ended, again):
+    assert end(run, 2, code, shown, 1)[0] == again
+    written = read_outcome(run.exit(2))
+    assert (written and said(written)) == ended
+    if written is not None:
+        assert str(code) in written.cause
+        assert end(run, 2, code, shown, 1)[0] == again  # by what is written
+
+
+def test_before_its_orchestrator_has_begun_an_attempt_ends_by_an_error(run):
+    (run.attempt(2) / ".reserve").unlink()
+    assert not end(run, 2, KILL, RUNNING, 1)[0]
+    assert said(read_outcome(run.exit(2))) == ("failed", "error", "stop")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "again"),
+    [
+        (Outcome("left", "warned", "time limit", "requeue", "time limit"), True),  # in a container scontrol may be missing
+        (Outcome("left", "warned", "time limit", "chain", "time limit"), False),
+        (Outcome("failed", "trainer 0: ValueError: no", "error", "stop", "error"), False),
+    ],
+)
+def test_what_an_orchestrator_has_said_counts(run, outcome, again):
+    outcome.write(run.exit(2))
+    assert end(run, 2, KILL, RUNNING, 1)[0] == again
+    assert end(run, 2, KILL, QUEUED, 1)[0] is False
+    assert read_outcome(run.exit(2)) == outcome
+
+
+def test_attempts_that_are_killed_without_progress_end_the_run_and_its_chain(run, monkeypatch):
+    stand_in(
+        run.path.parent,
+        monkeypatch,
+        squeue="echo '64|PENDING|N/A||Dependency'",
+        scancel=f'echo "$@" >>{run.path.parent}/cancelled',
+    )
+    for attempt in (1, 2):
+        run.attempt_config(attempt).write_text("run: {name: one}\ncluster: {requeue: false}\n")
+        replace(RECORD, chain=("63", "64")).write(run.submission(attempt))
+    assert not end(run, 2, KILL, RUNNING, 1)[0]
+    assert said(read_outcome(run.exit(2))) == ("failed", "killed", "chain")
+    run.exit(2).unlink()
+    reserve(run.exit(2))
+    Outcome("left", "warned", "time limit", "chain", "time limit", code=75, steps=0).write(run.exit(1))  # trained no step
+    with MetricsWriter(run.metrics, "orchestrator", 0, 2) as writer:
+        writer.write({}, kind=names.STEP, step=4)  # of which nothing was saved
+    assert not end(run, 2, KILL, RUNNING, 1)[0]
+    written = read_outcome(run.exit(2))
+    assert (said(written), written.steps) == (("failed", "killed", "stop"), 4)
+    assert (run.path.parent / "cancelled").read_text() == "--state=PENDING 64\n"
+
+
+def test_the_program_says_requeue_or_nothing_and_loads_little(run, monkeypatch):
+    program = (
+        "import runpy, sys; runpy.run_module('prl.cluster.end', run_name='__main__'); "
+        "print({'torch', 'pyarrow', 'aiohttp', 'numpy', 'submitit'} & set(sys.modules), file=sys.stderr)"
+    )
+    for name, value in (("PRL_RUN", str(run)), ("PRL_ATTEMPT", "2"), ("SLURM_RESTART_COUNT", "1")):
+        monkeypatch.setenv(name, value)
+
+    def printed(shown):
+        line = [sys.executable, "-c", program, str(KILL), shown]
+        done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60)
+        assert done.stderr.endswith("set()\n")
+        return done.stdout
+
+    assert printed(QUEUED) == ""
+    assert printed(RUNNING) == "requeue\n"
