@@ -38,6 +38,7 @@ from prl.runfolder.publish import in_words, publish_json
 
 if TYPE_CHECKING:
     from prl.orchestrator.main import Orchestrator
+    from prl.orchestrator.shutdown import Shutdown
 
 WARNED = "warned by SIGUSR1: the time limit is near"
 POLL_S = 0.2  # how often other nodes look for rank 0's address on the shared filesystem
@@ -175,22 +176,22 @@ async def _lead_through(
     token: str,
     early: Sequence[int],
 ) -> Outcome:
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, orchestrator.cancel, "cancelled by SIGINT")
+    loop, shutdown = asyncio.get_running_loop(), orchestrator.shutdown
+    loop.add_signal_handler(signal.SIGINT, shutdown.cancel, "cancelled by SIGINT")
     if allocation.job_id is None:
-        loop.add_signal_handler(signal.SIGUSR1, orchestrator.leave, WARNED, "time limit")
+        loop.add_signal_handler(signal.SIGUSR1, shutdown.leave, WARNED, "time limit")
         if early:  # while the start was looked for
-            orchestrator.leave(WARNED, "time limit")
-        loop.add_signal_handler(signal.SIGTERM, orchestrator.cancel, "cancelled by SIGTERM")
+            shutdown.leave(WARNED, "time limit")
+        loop.add_signal_handler(signal.SIGTERM, shutdown.cancel, "cancelled by SIGTERM")
     else:
         why, warned = partial(_why_terminated, allocation.job_id, allocation.restarts), asyncio.Event()
-        for number, heard in ((signal.SIGUSR1, warned), (signal.SIGTERM, orchestrator.terminated)):
+        for number, heard in ((signal.SIGUSR1, warned), (signal.SIGTERM, shutdown.terminated)):
             loop.add_signal_handler(number, heard.set)
             if number in early:
                 heard.set()
         for name, asking in (
-            ("what Slurm warns of", _ask_what_for(warned, orchestrator, why)),
-            ("why Slurm ends the job", _ask_why(orchestrator, why)),
+            ("what Slurm warns of", _ask_what_for(warned, shutdown, why)),
+            ("why Slurm ends the job", _ask_why(shutdown, why)),
         ):
             orchestrator.watch(asyncio.create_task(asking, name=name))
     url = await orchestrator.serve(allocation.host.address)
@@ -208,7 +209,7 @@ def _why_terminated(job_id: str, restarts: int) -> Reason | None:
     return why_terminated(job_id, time.time(), restarts)
 
 
-async def _ask_what_for(warned: asyncio.Event, orchestrator: "Orchestrator", why: Callable[[], Reason | None]) -> None:
+async def _ask_what_for(warned: asyncio.Event, shutdown: "Shutdown", why: Callable[[], Reason | None]) -> None:
     """Once Slurm has sent the signal of --signal: before the time limit, and at a preemption where the site has it so
     (PreemptParameters=send_user_signal)."""
     await warned.wait()
@@ -218,31 +219,31 @@ async def _ask_what_for(warned: asyncio.Event, orchestrator: "Orchestrator", why
         say(f"prl: the warning is taken for that of the time limit: {error}")
         preempted = False
     if preempted:
-        orchestrator.leave("warned by SIGUSR1: Slurm preempts the job", "preempted")
+        shutdown.leave("warned by SIGUSR1: Slurm preempts the job", "preempted")
     else:
-        orchestrator.leave(WARNED, "time limit")
+        shutdown.leave(WARNED, "time limit")
 
 
-async def _ask_why(orchestrator: "Orchestrator", why: Callable[[], Reason | None]) -> None:
+async def _ask_why(shutdown: "Shutdown", why: Callable[[], Reason | None]) -> None:
     """Once Slurm has sent SIGTERM: what it does to a job that is cancelled, preempted or over its time, or that has lost a
     node, and to a component that is cancelled alone, without which the run cannot go on."""
-    await orchestrator.terminated.wait()
-    orchestrator.expect_deaths()  # of all that it sends SIGTERM to beside this process
+    await shutdown.terminated.wait()
+    shutdown.expect_deaths()  # of all that it sends SIGTERM to beside this process
     try:
         reason = await asyncio.to_thread(why)
     except ProgramError as error:
-        orchestrator.cancel(f"cancelled by SIGTERM, and Slurm does not say why: {error}")
+        shutdown.cancel(f"cancelled by SIGTERM, and Slurm does not say why: {error}")
         return
-    missed = orchestrator.missed_nodes
+    missed = shutdown.missed_nodes
     if reason == "requeued" and missed:
         reason = "node failure"  # after which Slurm has queued the job again, and forgotten why
     if reason is None:
-        await orchestrator.blame_lost_agent("cancelled by SIGTERM")
+        await shutdown.blame_lost_agent("cancelled by SIGTERM")
     elif reason == "cancelled":
-        orchestrator.cancel("cancelled by SIGTERM")
+        shutdown.cancel("cancelled by SIGTERM")
     else:
         where = f" (nothing is heard of {', '.join(missed)})" if reason == "node failure" and missed else ""
-        orchestrator.leave(f"Slurm ends the job with SIGTERM: {reason}{where}", reason)
+        shutdown.leave(f"Slurm ends the job with SIGTERM: {reason}{where}", reason)
 
 
 async def _follow(run: RunFolder, attempt: int, allocation: Allocation, config: Config) -> None:

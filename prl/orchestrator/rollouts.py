@@ -74,6 +74,16 @@ class RolloutDesk:
             if any(self._dispatcher.waits(int(g["group"]), int(g["issue"])) for g in announcement["groups"])
         }
 
+    def set_problems(self, actors: Sequence[Member]) -> None:
+        """Those that the actors have loaded. Raises ValueError where one has others."""
+        problems, held_out = actors[0].facts["problems"], actors[0].facts["evaluation"]
+        for actor in actors[1:]:
+            if (actor.facts["problems"], actor.facts["evaluation"]) != (problems, held_out):
+                raise ValueError(
+                    f"{actor.name} has other problems than {actors[0].name}: load_problems must not depend on the process"
+                )
+        self._dispatcher.problems(problems, held_out)
+
     async def lost(self, actor: int) -> None:
         """An actor is gone: what it held is issued again."""
         events = self._dispatcher.lost(actor)

@@ -60,7 +60,7 @@ class Rig:
             await self.come(child.name, 0)
         start.dispatcher.problems(FACTS["problems"], FACTS["evaluation"])
         start.dispatcher.committed(Version(0, 0))
-        self.orchestrator._running = self.orchestrator._work.rollouts.open = True
+        self.orchestrator._phases.running = self.orchestrator._work.rollouts.open = True
         return self
 
     async def __aexit__(self, *_):

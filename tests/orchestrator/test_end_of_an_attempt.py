@@ -49,7 +49,7 @@ def test_an_attempt_has_ended_only_when_nothing_is_read_or_set_aside_any_more(tm
         await orchestrator.serve("127.0.0.1")
         leading = asyncio.create_task(orchestrator.lead())
         assert await asyncio.to_thread(reading.wait, 30)
-        orchestrator.cancel("enough")
+        orchestrator.shutdown.cancel("enough")
         await asyncio.sleep(2.5)  # one second of it is for other causes
         assert not run.exit(1).exists()
         released.set()

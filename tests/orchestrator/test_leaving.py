@@ -6,7 +6,7 @@ import pytest
 from process_rig import Rig, run
 
 from prl.flow.events import to_rows
-from prl.orchestrator import main
+from prl.orchestrator import shutdown
 from prl.orchestrator.agent import _ask_why
 from prl.orchestrator.outcome import LOST, Cause
 from prl.runfolder.outcome import read_outcome
@@ -34,7 +34,7 @@ def test_the_trainer_is_told_at_the_end_of_its_step_to_save_and_not_to_export(tm
     async def scenario(rig):
         await rig.come("trainer 0", 0)
         await make_steps(rig, 1)
-        rig.orchestrator.leave(WARNED, "time limit")
+        rig.orchestrator.shutdown.leave(WARNED, "time limit")
         assert await trained(rig, 1) == {"stop": True, "leave": True, "save": False}
         order = await rig.ask("trainer 0", "next_step", {"step": 2})  # also where it waits
         assert (order["file"], order["stop"], order["leave"]) == (None, True, True)
@@ -51,7 +51,7 @@ def test_a_run_whose_last_step_is_in_hand_ends_as_if_nobody_had_warned_it(tmp_pa
         await rig.come("trainer 0", 0)
         await make_steps(rig, 2)
         await trained(rig, 1)
-        rig.orchestrator.leave(WARNED, "time limit")
+        rig.orchestrator.shutdown.leave(WARNED, "time limit")
         assert await trained(rig, 2) == {"stop": True, "leave": False, "save": False}
 
     run(tmp_path / "run", scenario)
@@ -63,7 +63,7 @@ def test_a_run_whose_last_step_is_in_hand_ends_as_if_nobody_had_warned_it(tmp_pa
 def test_before_rollouts_are_handed_out_there_is_nothing_to_save(tmp_path, reason):
     async def scenario(rig):
         rig.orchestrator._work.rollouts.open = False
-        rig.orchestrator.leave("Slurm ends the job", reason)
+        rig.orchestrator.shutdown.leave("Slurm ends the job", reason)
         assert rig.causes[0].reason == reason
 
     run(tmp_path / "run", scenario)
@@ -74,9 +74,9 @@ def test_before_rollouts_are_handed_out_there_is_nothing_to_save(tmp_path, reaso
 @pytest.mark.parametrize("running", [True, False])
 def test_stop_ends_a_run_after_its_step_and_before_any_at_once(tmp_path, running):
     async def scenario(rig):
-        rig.orchestrator._running = running
+        rig.orchestrator._phases.running = running
         for _ in range(2):
-            rig.orchestrator.stop("asked to stop by STOP")
+            rig.orchestrator.shutdown.stop("asked to stop by STOP")
         assert rig.orchestrator._work.steps.finishing == running
         assert len(rig.causes) == (not running)
 
@@ -100,18 +100,18 @@ def test_the_step_that_is_trained_next_is_saved_once_after_somebody_asked(tmp_pa
 
 @pytest.mark.parametrize("reason", ["preempted", "time limit", "cancelled"])
 def test_a_child_that_slurm_ended_before_this_process_knew_why_is_no_cause(tmp_path, monkeypatch, reason):
-    monkeypatch.setattr(main, "GATHER_CAUSES_S", 0.1)
+    monkeypatch.setattr(shutdown, "GATHER_CAUSES_S", 0.1)
 
     async def scenario(rig):
         await rig.come("trainer 0", 0)
         await rig.dies("trainer 0")
-        ending = asyncio.create_task(rig.orchestrator._end())
-        rig.orchestrator.expect_deaths()
+        ending = asyncio.create_task(rig.orchestrator.shutdown.tell_everyone())
+        rig.orchestrator.shutdown.expect_deaths()
         await asyncio.sleep(0.5)  # Slurm takes its time to say why
         if reason == "cancelled":
-            rig.orchestrator.cancel("cancelled by SIGTERM")
+            rig.orchestrator.shutdown.cancel("cancelled by SIGTERM")
         else:
-            rig.orchestrator.leave("Slurm ends the job with SIGTERM", reason)
+            rig.orchestrator.shutdown.leave("Slurm ends the job with SIGTERM", reason)
         for agent in rig.agents:
             await agent.call("node_done", {}, deadline_s=5, reason="test")
         await ending
@@ -129,7 +129,7 @@ def test_where_slurm_ends_the_step_of_a_job_that_goes_on_an_agent_that_is_gone_i
             await agent.join({})
         if gone:
             rig.agents[1]._heartbeat.cancel()
-        await rig.orchestrator.blame_lost_agent("cancelled by SIGTERM")
+        await rig.orchestrator.shutdown.blame_lost_agent("cancelled by SIGTERM")
 
     run(tmp_path / "run", scenario, heartbeat_s=1.0)  # by far less often than a busy machine is late
     ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
@@ -150,8 +150,8 @@ def test_where_slurm_has_queued_the_job_again_a_silent_node_is_why(tmp_path, gon
             rig.agents[1]._heartbeat.cancel()
             await asyncio.sleep(3.0)
         rig.orchestrator._work.rollouts.open = False
-        rig.orchestrator.terminated.set()
-        await _ask_why(rig.orchestrator, lambda: "requeued")
+        rig.orchestrator.shutdown.terminated.set()
+        await _ask_why(rig.orchestrator.shutdown, lambda: "requeued")
 
     run(tmp_path / "run", scenario, lost_after_s=5)
     ended = read_outcome(tmp_path / "run/attempt_001/exit.json")
@@ -166,7 +166,7 @@ def test_the_end_of_a_run_that_has_lost_a_node_is_told_to_the_others_at_once(tmp
         rig.agents[1]._heartbeat.cancel()
         await asyncio.sleep(0.3)
         rig.causes.append(Cause("agent 1 was silent", "agent", LOST, reason="node failure"))
-        ending = asyncio.create_task(rig.orchestrator._end())
+        ending = asyncio.create_task(rig.orchestrator.shutdown.tell_everyone())
         await asyncio.wait_for(rig.agents[0].stopping.wait(), 10)
         for agent in rig.agents:
             await agent.call("node_done", {}, deadline_s=5, reason="test")
@@ -184,7 +184,7 @@ def test_an_agent_that_is_late_when_a_process_fails_is_heard_again_or_its_node_i
         watching = asyncio.create_task(rig.orchestrator._processes.watch_silence())
         words = {"error": "RuntimeError: connection closed by peer", "traceback": "its traceback"}
         await rig.clients["trainer 0"].call("fail", words, deadline_s=5, reason="test")
-        ending = asyncio.create_task(rig.orchestrator._end())
+        ending = asyncio.create_task(rig.orchestrator.shutdown.tell_everyone())
         await asyncio.sleep(1.5)
         assert not rig.orchestrator._server.stopping
         if not lost:

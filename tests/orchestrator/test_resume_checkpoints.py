@@ -82,7 +82,7 @@ def second_attempt(run):
             told = asyncio.create_task(asyncio.wait(asked))
             await asyncio.wait([leading, told], return_when="FIRST_COMPLETED")
             answers = [task.result() for task in asked if task.done()]
-            orchestrator.cancel("enough")
+            orchestrator.shutdown.cancel("enough")
             outcome = await leading
             for task in (*asked, told):
                 task.cancel()

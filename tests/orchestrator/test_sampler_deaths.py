@@ -107,7 +107,7 @@ def test_a_run_that_leaves_its_nodes_needs_no_sampler_any_more(tmp_path, leaves)
         rig.orchestrator._work.rollouts.open = True
         assert await rig.dies(0) == 0.1
         if leaves:
-            rig.orchestrator.leave("warned by SIGUSR1", "time limit")
+            rig.orchestrator.shutdown.leave("warned by SIGUSR1", "time limit")
         watching = asyncio.create_task(rig.orchestrator._processes.watch_silence())
         await asyncio.sleep(1.0)  # control.start_s is over: nobody has come back
         assert bool(rig.causes) != leaves
