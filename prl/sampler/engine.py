@@ -11,102 +11,42 @@ What cannot be written so is staged as whole tensors, which vLLM's loader takes 
 makes of them cannot be digested: of those, what was given to it counts.
 """
 
-import asyncio
 import os
 import threading
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from prl.config.hf_config import read_model_config
 from prl.config.tensors import tensor_shapes
 from prl.control.child import Child, child_from_environment, say
-from prl.control.client import ControlClient
 from prl.flow.versions import Version
-from prl.runfolder.weights import StoredError
+from prl.sampler.arrival import read_version, receive_version
 from prl.sampler.lanes_in import LaneEnd, LanesInfo, check_parts, live_staging, route_of
 from prl.sampler.link import End, Link
-from prl.sampler.live import LiveWeights
-from prl.sampler.placement import Loaded, Part, Placement, direct_share, place
+from prl.sampler.live import LiveWeights, check_live
+from prl.sampler.orders import ConnectInfo, LoadInfo, ReceiveInfo, StoreInfo
+from prl.sampler.placement import Loaded, Part, Placement, direct_share, place, slab
 from prl.sampler.reload import reload_modules
+from prl.sampler.reports import report_version
+from prl.sampler.staging import Staged, StagingArea
 from prl.weights import digest
 from prl.weights.agreement import Facts, check_agreement, facts
-from prl.weights.folder import Slab, VersionReader, write_pieces
+from prl.weights.folder import VersionReader, write_pieces
 from prl.weights.group import TransportError
 from prl.weights.lane_deltas import LegDigests
+from prl.weights.lanes import Writing
 from prl.weights.plan import TensorSpec, from_json
 from prl.weights.shipments import Route
 from prl.weights.transport import SamplerEnd, Whole, libraries
 
 SHUTDOWN_S = 2.0  # that the transfer group has to end before the process does
-
-
-@dataclass(kw_only=True)
-class ConnectInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the group of an epoch meets. The trainer's `facts` are compared with ours before, and `tensors`, where given,
-    checked against the model. With `lanes` it has groups of those."""
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    epoch: int
-    timeout_s: float
-    facts: dict[str, Any]
-    tensors: list[list[Any]] | None = None
-    lanes: dict[str, Any] | None = None
-
-
-@dataclass(kw_only=True)
-class ReceiveInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The version that comes next over the group of `epoch`."""
-
-    lineage: int
-    step: int
-    epoch: int
-    tensors: list[list[Any]]
-    bucket_bytes: int
-
-
-@dataclass(frozen=True)
-class LoadInfo:
-    """The version that is to be read from files. `epoch` and `seed` (0: none) go back with the report."""
-
-    lineage: int
-    step: int
-    epoch: int
-    seed: int
-    tensors: list[list[Any]]
-
-
-@dataclass(frozen=True)
-class StoreInfo:
-    """Where this worker's part of the live version is to be written; `seed` goes back with the report."""
-
-    seed: int
-    folder: str
-    tensors: list[list[Any]]
-
-
-@dataclass(frozen=True)
-class Staged:
-    version: Version
-    shards: list[torch.Tensor]  # one for each part; with weights.staging: chunked where they are live already
-    parts: list[Part]
-    digest: int
-    share: bool  # the digest is of what this worker counts; those of all workers add up to the version's
-    told: int  # the digest that the orchestrator compares
-    whole: Whole | None = None  # with weights.delta: all of it, where it came over the group
-    legs: LegDigests = field(default_factory=dict)  # by lanes
 
 
 class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ignore[misc]
@@ -122,12 +62,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             raise ValueError("in-flight weight updates with pipeline parallelism give wrong log-probs: set it to 1")
         self._child: Child = child_from_environment()
         self._link: Link | None = None
-        self._staged: Staged | None = None
-        # With weights.delta: what the group brought last; the next version may be a delta to it.
-        self._held: Whole | None = None
-        self._live_legs: LegDigests = {}  # by lanes: of the live version, while it is whole
-        self._staging = 0  # number of the newest thing to be staged; whatever else still arrives is nobody's
-        self._lock = threading.Lock()  # of that number, for who does what the newest alone may do
+        self._area = StagingArea()
         self._live = LiveWeights("nothing was stored yet")
         self._unusable = ""  # why the model cannot be used any more
         self._told: frozenset[str] | None = None  # the modules that were last told to be loaded
@@ -147,8 +82,8 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             check_parts(route, self.parallel_config.rank, parts)
             if self._chunked or route.deltas:
                 live_staging(route, self.parallel_config.rank, parts)  # refused now, if at all
-        self._begin_staging()
-        self._held = None
+        self._begin_order()
+        self._area.held = None
         if self._link is not None:
             self._link.leave()
         parallel = self.parallel_config
@@ -178,19 +113,20 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             raise ValueError(f"receive in epoch {update_info.epoch}, but this sampler {connected}")
         specs = from_json(update_info.tensors)
         parts = self._place(specs)
-        held, legs = self._held, self._live_legs
-        staging = self._begin_staging()
-        self._held = None  # used up by this version
-        link.do(lambda: self._receive(link, staging, update_info, specs, parts, held, legs))
+        held, legs = self._area.held, self._area.live_legs
+        order = self._begin_order()
+        self._area.held = None  # used up by this version
+        link.do(lambda: self._receive(link, order, update_info, specs, parts, held, legs))
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
         """Copy what was staged into the live parameters, and have vLLM load what goes to its loader."""
-        assert self._staged is not None, "commit without a staged version"
-        self._live.end(f"version {self._staged.version} took its place")
+        staged = self._area.staged
+        assert staged is not None, "commit without a staged version"
+        self._live.end(f"version {staged.version} took its place")
         wholes: dict[str, torch.Tensor] = {}
         modules: dict[str, None] = {}
-        for part, shard in zip(self._staged.parts, self._staged.shards, strict=True):
+        for part, shard in zip(staged.parts, staged.shards, strict=True):
             match part:
                 case Placement():
                     if shard.data_ptr() != part.live.data_ptr():
@@ -199,12 +135,12 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
                     wholes[part.spec.name] = shard
                     modules[part.module] = None
         if wholes:
-            self._unusable = f"vLLM could not load version {self._staged.version}, and has lost the one before"
+            self._unusable = f"vLLM could not load version {staged.version}, and has lost the one before"
             reload_modules(self.model, self.model_config, modules, wholes)
             self._unusable = ""
 
     def shutdown(self) -> None:
-        self._begin_staging()
+        self._begin_order()
         if self._link is not None:
             self._link.leave(SHUTDOWN_S)
 
@@ -214,11 +150,11 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         """Read this worker's part of a version from files, in a thread."""
         specs = from_json(info.tensors)
         parts = self._place(specs)
-        staging = self._begin_staging()
+        order = self._begin_order()
         if not info.seed and self._link is not None:  # the whole group does without a transfer group now
             self._link.leave()
-            self._link = self._held = None
-        _in_thread(lambda: self._load(staging, info, specs, parts), f"load version {info.lineage}:{info.step}")
+            self._link = self._area.held = None
+        _in_thread(lambda: self._load(order, info, specs, parts), f"load version {info.lineage}:{info.step}")
 
     def store(self, info: StoreInfo) -> None:
         """Write what this worker counts of the live version to files, in a thread; a newer version ends it. Raises ValueError
@@ -235,38 +171,39 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
 
     def staged(self) -> Staged | None:
         """What was staged last; None while nothing is complete."""
-        return self._staged
+        return self._area.staged
 
     def verify_live(self) -> tuple[int, bool]:
         """The digest of the live parameters, and whether it is this worker's share of the version's. They are compared with
         what was staged and digested, which takes a third of a digest's time; those that were written as they came are
         digested. Of whole tensors, what vLLM's loader was given counts. Raises ValueError where they differ. Frees what was
         staged, unless deltas need it."""
-        assert self._staged is not None, "verification before a version was staged"
-        staged, self._staged = self._staged, None
+        staged, self._area.staged = self._area.staged, None
+        assert staged is not None, "verification before a version was staged"
         placed = [(part, shard) for part, shard in zip(staged.parts, staged.shards, strict=True) if isinstance(part, Placement)]
         if self._chunked:
-            self._live_legs = staged.legs
+            self._area.live_legs = staged.legs
             return digest.total(part.digest_of(part.live) for part, _ in placed if part.counted), True
         for part, shard in placed:
-            if not _same_bits(part.live, shard):
-                raise ValueError(f"{part.spec.name}: the live copy differs from what was received")
-        self._live_legs = staged.legs
+            check_live(part, shard)
+        self._area.live_legs = staged.legs
         return staged.digest, staged.share
 
     # What threads do.
 
-    def _begin_staging(self) -> int:
-        with self._lock:  # who writes over the live version ends with the tensor that it is at
-            self._staging += 1
-            self._staged, self._live_legs = None, {}
+    def _begin_order(self) -> int:
+        order = self._area.begin()
         self._live.end("another version arrives")
-        return self._staging
+        return order
+
+    def _writing(self, order: int) -> Writing | None:
+        """Over the live version, where that is to be done."""
+        return partial(self._area.writing, order) if self._chunked else None
 
     def _receive(
         self,
         link: Link,
-        staging: int,
+        order: int,
         info: ReceiveInfo,
         specs: list[TensorSpec],
         parts: list[Part],
@@ -274,75 +211,29 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         legs: LegDigests,
     ) -> None:
         """In the link's thread."""
-        options = self._child.config.weights
 
         def take() -> Staged:
-            version = Version(info.lineage, info.step)
+            version, options = Version(info.lineage, info.step), self._child.config.weights
             if link.end is None:
                 raise TransportError(f"no group for version {version}: {link.no_group}", link.no_group.missing)
-            if isinstance(link.end, LaneEnd):
-                writing = partial(self._writing, staging) if self._chunked else None
-                got = link.end.receive(parts, options.update_s, writing, legs)
-                return Staged(version, got.shards, parts, got.counted, share=True, told=got.digest, legs=got.legs)
-            if self._chunked:
-                arriving = link.end.arriving(specs, info.bucket_bytes, options.update_s)
-                total = self._write(staging, arriving, parts)
-                return Staged(version, _live(parts), parts, total, share=False, told=total)
-            tensors = link.end.receive(specs, info.bucket_bytes, options.update_s, deltas=options.delta, held=held)
-            shards = [part.of(tensors[part.spec.name]) for part in parts]
-            whole = Whole(tensors, digest.digest(tensors))
-            kept = whole if options.delta else None
-            return Staged(version, shards, parts, whole.digest, share=False, told=whole.digest, whole=kept)
+            sent = version, specs, parts, info.bucket_bytes
+            return receive_version(link.end, *sent, options, self._writing(order), held, legs)
 
-        failed = self._stage(staging, take, {"lineage": info.lineage, "step": info.step, "epoch": info.epoch, "seed": 0})
+        failed = self._stage(order, take, {"lineage": info.lineage, "step": info.step, "epoch": info.epoch, "seed": 0})
         if failed and link.end is not None:
             link.close(f"the last transfer failed: {failed}")
 
-    def _write(self, staging: int, arriving: Iterable[tuple[TensorSpec, torch.Tensor]], parts: Sequence[Part]) -> int:
-        """Over the live version, tensor by tensor; the digest of what has arrived."""
-        of: dict[str, list[Part]] = defaultdict(list)
-        for part in parts:
-            of[part.spec.name].append(part)
-        digests = []
-        for spec, tensor in arriving:
-            digests.append(digest.part(spec.name, tensor))
-            with self._writing(staging):
-                for part in of[spec.name]:
-                    _copy(part, part.of(tensor))
-        return digest.total(digests)
-
-    @contextmanager
-    def _writing(self, staging: int) -> Iterator[None]:
-        """Over the live version. Raises TransportError where a newer one is ordered: nothing older is written any more."""
-        with self._lock:
-            if staging != self._staging:
-                raise TransportError("another version is written over the live one by now")
-            yield
-
-    def _load(self, staging: int, info: LoadInfo, specs: list[TensorSpec], parts: list[Part]) -> None:
+    def _load(self, order: int, info: LoadInfo, specs: list[TensorSpec], parts: list[Part]) -> None:
         def take() -> Staged:
             version, wait_s = Version(info.lineage, info.step), self._child.config.weights.update_s
             reader = VersionReader(self._child.run.weights, version, specs, wait_s)
-            shards, counted = [], []
-            for part in parts:
-                if staging != self._staging:
-                    raise StoredError(f"version {version} is not wanted any more")
-                shard = reader.read(_slab(part), self.device, verify=not part.counted).reshape(part.held_shape)
-                if part.counted:
-                    counted.append(part.digest_of(shard))
-                if self._chunked:
-                    with self._writing(staging):  # reading may have taken longer than it was wanted
-                        _copy(part, shard)
-                    (shard,) = _live([part])
-                shards.append(shard)
-            own = digest.total(counted)
-            return Staged(version, shards, parts, own, share=True, told=own)
+            wanted = partial(self._area.is_newest, order)
+            return read_version(reader, version, parts, self.device, self._writing(order), wanted)
 
-        self._stage(
-            staging, take, {"lineage": info.lineage, "step": info.step, "epoch": info.epoch, "seed": info.seed, "share": True}
-        )
+        report = {"lineage": info.lineage, "step": info.step, "epoch": info.epoch, "seed": info.seed, "share": True}
+        self._stage(order, take, report)
 
-    def _stage(self, staging: int, take: Callable[[], Staged], report: dict[str, Any]) -> str:
+    def _stage(self, order: int, take: Callable[[], Staged], report: dict[str, Any]) -> str:
         """Take a version and tell the orchestrator; why that failed, where it did and somebody still wants to know."""
         began = time.monotonic()
         failed = ""
@@ -350,48 +241,31 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             staged = take()
             report |= {"digest": str(staged.told), "receive_s": time.monotonic() - began}
             report["direct_share"] = direct_share(staged.parts)
+            wanted = self._area.put(order, staged)
         except Exception as error:  # whatever it was, the orchestrator must hear of it: it waits for this report
             failed = report["error"] = f"{type(error).__name__}: {error}"
             report["missing"] = error.missing if isinstance(error, TransportError) else ()
-            if staging == self._staging:
+            wanted = self._area.is_newest(order)
+            if wanted:
                 traceback.print_exc()
-        with self._lock:
-            if staging != self._staging:
-                return ""  # another one comes, perhaps this one again
-            if not failed:
-                self._staged = staged
-                if staged.whole is not None:  # a seed goes past the group: what that holds stays
-                    self._held = staged.whole
-        self._tell("staged", report)
+        if not wanted:
+            return ""
+        report_version(self._child, self.parallel_config.rank, "staged", report)
         return failed
 
     def _store(self, live: LiveWeights, info: StoreInfo, placements: list[Placement]) -> None:
         report: dict[str, Any] = {"seed": info.seed}
         try:
-            pieces = ((_slab(placement), live.copy(placement)) for placement in placements)
+            pieces = ((slab(placement), live.copy(placement)) for placement in placements)
             files = write_pieces(Path(info.folder), f"rank_{self.parallel_config.rank}", pieces)
             report["files"] = [file.to_json() for file in files]
         except Exception as error:  # the same
             report["error"] = f"{type(error).__name__}: {error}"
             if not live.ended:
                 traceback.print_exc()
-        self._tell("stored", report)
+        report_version(self._child, self.parallel_config.rank, "stored", report)
 
-    def _tell(self, call: str, report: dict[str, Any]) -> None:
-        try:
-            asyncio.run(self._report(call, report))
-        except Exception:  # the orchestrator's deadline tells of the loss
-            traceback.print_exc()
-
-    async def _report(self, call: str, body: dict[str, Any]) -> None:
-        child = self._child
-        where = {"replica": child.index, "worker": self.parallel_config.rank}
-        async with ControlClient(
-            child.control_url, child.token, child.role, child.index, child.config.control, start=child.start
-        ) as client:
-            await client.call(
-                call, where | body, deadline_s=child.config.weights.update_s, reason=f"reporting a {call} version"
-            )
+    # What this worker is.
 
     def _route(self, lanes: LanesInfo) -> Route:
         parallel, workers = self.parallel_config, self._child.config.sample.tensor_parallel
@@ -437,67 +311,5 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         return parts
 
 
-def _copy(part: Part, shard: torch.Tensor) -> None:
-    """Over the live version. Raises ValueError where a part that another worker counts is not there afterwards."""
-    assert isinstance(part, Placement)
-    part.live.copy_(shard)
-    if not part.counted and not _same_bits(part.live, shard):
-        raise ValueError(f"{part.spec.name}: the live copy differs from what was received")
-
-
-def _live(parts: Iterable[Part]) -> list[torch.Tensor]:
-    return [part.live for part in parts if isinstance(part, Placement)]
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    for bits in (torch.int64, torch.int32, torch.int16):  # the larger the faster
-        if not any(number % bits.itemsize for t in (one, other) for number in (t.storage_offset(), t.numel())):
-            return torch.equal(one.view(bits), other.view(bits))
-    return torch.equal(one, other)
-
-
-def _slab(part: Part) -> Slab:
-    return Slab(part.spec, part.dim, part.start, part.size)
-
-
 def _in_thread(work: Callable[[], None], name: str) -> None:
     threading.Thread(target=work, name=name, daemon=True).start()
-
-
-class WorkerExtension:
-    """Mixed into vLLM's worker, so that each step of an update is one call."""
-
-    weight_transfer_engine: InPlaceEngine
-
-    def prl_receive(self, update_info: dict[str, Any]) -> None:
-        """Arm the receiver; a version that was staged or is on its way and was never committed is given up."""
-        if not self._weight_update_active:  # type: ignore[attr-defined]  # the worker's own flag
-            self.start_weight_update()  # type: ignore[attr-defined]
-        self.update_weights(update_info)  # type: ignore[attr-defined]
-
-    def prl_load(self, info: dict[str, Any]) -> None:
-        """Arm the reading of a version from files, with the same effect."""
-        if not self._weight_update_active:  # type: ignore[attr-defined]
-            self.start_weight_update()  # type: ignore[attr-defined]
-        self.weight_transfer_engine.load(LoadInfo(**info))
-
-    def prl_store(self, info: dict[str, Any]) -> None:
-        """Arm the writing of the live version to files."""
-        self.weight_transfer_engine.store(StoreInfo(**info))
-
-    def prl_staged(self) -> dict[str, str | bool]:
-        staged = self.weight_transfer_engine.staged()
-        if staged is None:
-            return {}
-        return {"version": str(staged.version), "digest": str(staged.digest), "share": staged.share}
-
-    def prl_commit(self) -> dict[str, str | bool]:
-        """Copy, then verify the live parameters: {"digest": ..., "share": ...} or {"error": ...}."""
-        try:
-            self.finish_weight_update()  # type: ignore[attr-defined]
-            value, share = self.weight_transfer_engine.verify_live()
-            return {"digest": str(value), "share": share}
-        except Exception as error:  # whatever vLLM's loader failed at, nothing must be sampled from what it left
-            traceback.print_exc()
-            return {"error": f"{type(error).__name__}: {error}"}

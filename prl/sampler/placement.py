@@ -26,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from prl.sampler.experts import ExpertWeights, expert_weights
 from prl.weights import digest
+from prl.weights.folder import Slab
 from prl.weights.plan import TensorSpec
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -78,6 +79,11 @@ class Loaded(Part):
 
     module: str
     why: str  # it is not written directly
+
+
+def slab(part: Part) -> Slab:
+    """As files name it."""
+    return Slab(part.spec, part.dim, part.start, part.size)
 
 
 def direct_share(parts: Sequence[Part]) -> float:

@@ -83,7 +83,7 @@ def server_arguments(model: str, host: str, port: int, options: SampleOptions, g
         "generation-config": "vllm",  # no sampling defaults out of the model's folder
         "logprobs-mode": "processed_logprobs",
         "enable-scale-out": True,  # /inference/v1/generate
-        "worker-extension-cls": "prl.sampler.engine.WorkerExtension",
+        "worker-extension-cls": "prl.sampler.extension.WorkerExtension",
         "weight-transfer-config": '{"backend": "prl"}',
         "disable-log-stats": True,
         "disable-uvicorn-access-log": True,

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from prl.sampler.engine import WorkerExtension
+from prl.sampler.extension import WorkerExtension
 from prl.weights.delta import HEADER_BYTES
 
 
@@ -45,8 +45,8 @@ class FaultyExtension(WorkerExtension):
 
     def forget_version(self) -> None:
         """Hold nothing that a delta could be applied to."""
-        engine = self.weight_transfer_engine
-        engine._held, engine._live_legs = None, {}
+        area = self.weight_transfer_engine._area
+        area.held, area.live_legs = None, {}
 
     def flip_next_delta(self) -> None:
         """Another bit arrives in the first value of the next bucket that is told by its difference."""
