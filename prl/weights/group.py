@@ -5,6 +5,10 @@ process hosts. A group belongs to one epoch of the membership; one that failed i
 A rank that is gone or stands still holds up the others in a collective until their deadline, and neither gloo nor a store can
 end an operation before that. So whatever waits here asks again and again why this rank should leave, and whether its peers are
 still connected: then, as at its deadline, the operation is left behind in a thread of its own.
+
+Such a thread may still be there when the process ends. A thread that comes back out of torch while the interpreter is torn down
+has the process abort (github.com/pytorch/pytorch/issues/38228), and so has one of gloo's own in which the last reference to a
+tensor of Python's goes. So what is left behind waits in Python alone, holding what gloo works on.
 """
 
 import socket
@@ -162,13 +166,16 @@ class Group:
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group = group
         self._device = device
+        self._open: list[tuple[Any, torch.Tensor]] = []  # what was begun and has not ended well
 
     def begin(self, buffer: torch.Tensor, end: float) -> Any:
         """A broadcast of the buffer, which ends by the monotonic time `end`; goes on while this returns."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=max(end - time.monotonic(), 0.001))
-        return self._group.broadcast([buffer], options)
+        work = self._group.broadcast([buffer], options)
+        self._open.append((work, buffer))
+        return work
 
     def finish(self, work: Any, end: float, reason: Reason) -> None:
         """Wait for what was begun. Raises Left, Lost, or RuntimeError with torch's words."""
@@ -176,6 +183,7 @@ class Group:
             _finish_on_gpu(work, end, reason)
         else:
             _finish_on_cpu(work, end, reason, self._lost)
+        self._open = [(other, buffer) for other, buffer in self._open if other is not work]
 
     def _lost(self) -> dict[int, str]:
         """The neighbours whose connection is closed, and how it was, over gloo.
@@ -192,9 +200,13 @@ class Group:
         return lost
 
     def abort(self) -> None:
-        """The destructor waits for what is under way, so the last reference has to go here."""
+        """Lasts until what is under way has ended: over gloo by its deadline, over NCCL at once. The destructor would wait for
+        that, too, but within torch; so the last reference goes here, and only then."""
         group, self._group = self._group, None
-        group.abort()
+        if self._device.type == "cuda":
+            group.abort()
+        while not all(work.is_completed() for work, _ in self._open):
+            time.sleep(LOOK_S)
 
 
 def close(groups: Sequence[Group]) -> None:
