@@ -39,6 +39,7 @@ from prl.runfolder.publish import in_words, publish_json
 if TYPE_CHECKING:
     from prl.orchestrator.main import Orchestrator
     from prl.orchestrator.shutdown import Shutdown
+    from prl.streams.redis_server import RedisServer
 
 WARNED = "warned by SIGUSR1: the time limit is near"
 POLL_S = 0.2  # how often other nodes look for rank 0's address on the shared filesystem
@@ -151,13 +152,15 @@ async def _orchestrate(run: RunFolder, attempt: int, allocation: Allocation, con
     publish_plan(run, plan, start)
     token = read_token(run.token)
     leave_what_is_loaded()
-    with _own_redis(run, attempt, allocation.host.address, config, token):
+    with _own_redis(run, attempt, allocation.host.address, config, token) as redis:
         means = partial(means_of, run, attempt, config) if allocation.job_id is not None else lambda: NO_MEANS
-        orchestrator = Orchestrator(run, config, plan, start, token, means)
+        orchestrator = Orchestrator(run, config, plan, start, token, means, redis)
         return await _lead_through(run, attempt, allocation, config, orchestrator, token, early)
 
 
-def _own_redis(run: RunFolder, attempt: int, host: str, config: Config, token: str) -> AbstractContextManager[object]:
+def _own_redis(
+    run: RunFolder, attempt: int, host: str, config: Config, token: str
+) -> AbstractContextManager["RedisServer | None"]:
     """The run's own Redis server, where the config asks for one, for as long as the attempt lasts."""
     streams = config.streams
     if streams.backend != "redis" or not streams.redis.start:

@@ -1,8 +1,10 @@
 """The orchestrator: one attempt of a run from the first join to the last exit, in rank 0's process."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from prl.config.schema import Config
 from prl.control.server import Bell, ControlServer
@@ -20,7 +22,7 @@ from prl.orchestrator.requests import watch_requests
 from prl.orchestrator.resume import Start
 from prl.orchestrator.rollouts import LedgerDesk
 from prl.orchestrator.samplers import Samplers
-from prl.orchestrator.shutdown import Shutdown
+from prl.orchestrator.shutdown import GATHER_CAUSES_S, Shutdown
 from prl.orchestrator.staging import stage_orders
 from prl.orchestrator.updates import Committed, UpdateError
 from prl.orchestrator.work import Work
@@ -28,7 +30,12 @@ from prl.runfolder.outcome import Outcome, steps_before
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 
+if TYPE_CHECKING:
+    from prl.streams.redis_server import RedisServer  # an extra
+
 PARTS_END_S = 20.0  # that the parts of this process have to end, with all that they have begun to read or write
+
+log = logging.getLogger(__name__)
 
 
 class Orchestrator:
@@ -42,12 +49,15 @@ class Orchestrator:
         start: Start,
         token: str,
         means: Callable[[], Means] = lambda: NO_MEANS,
+        redis: "RedisServer | None" = None,
     ) -> None:
-        """`means`: by what the run may go on after this attempt, asked at its end."""
+        """`means`: by what the run may go on after this attempt, asked at its end. `redis`: the server of the run's own, which
+        ends with the attempt, and whose own end ends it."""
         self._run = run
         self._config = config
         self._plan = plan
         self._means = means
+        self._redis = redis
         self._started = time.time()
         self._bell = Bell()
         self._causes = Causes(self._bell)
@@ -152,6 +162,8 @@ class Orchestrator:
             asyncio.create_task(self._journal.feed_tensorboard(), name="TensorBoard's sink"),
             asyncio.create_task(self._samplers.seed(), name="the seeding of samplers"),
         ]
+        if self._redis:
+            background.append(asyncio.create_task(self._watch_redis(self._redis), name="the run's Redis server"))
         for task in background:
             self.watch(task)
         try:
@@ -171,6 +183,8 @@ class Orchestrator:
         try:
             await self._server.close()
             await self._samplers.close()
+            if self._redis:
+                await asyncio.to_thread(self._redis.close)
             if not self._causes and self._work.ending.reason not in GOES_ON:
                 await self._ledger_desk.record(self._work.dispatcher.close("run ended"))
             self._journal.phase("stopped")
@@ -230,6 +244,16 @@ class Orchestrator:
             save=lambda: self._work.checkpoints.ask(),
             saving=lambda: self._work.checkpoints.asked and not self._work.steps.finished,  # whose end saves
         )
+
+    async def _watch_redis(self, server: "RedisServer") -> None:
+        """Where the batch system ends processes, the server may be among them: who still trains does without it."""
+        try:
+            await server.watch()
+        except Exception as error:
+            await asyncio.sleep(GATHER_CAUSES_S)
+            if not self.shutdown.leaving:
+                raise
+            log.warning("the run's Redis server is gone: %s", error)
 
     def _committed(self, committed: Committed) -> None:
         self._journal.committed(committed)

@@ -1,5 +1,7 @@
 """A Redis server of the run's own: its data in the run folder, the run's token as its password, gone with its parent."""
 
+import asyncio
+import errno
 import logging
 import os
 import shutil
@@ -12,35 +14,40 @@ from typing import IO
 import redis
 
 from prl.runfolder.paths import RunFolder
-from prl.runfolder.publish import publish_json
+from prl.runfolder.publish import StorageFull, publish_json
 from prl.streams.redis_store import ONCE, pause
 
 _STOP_S = 10.0
+_LOOK_S = 0.5  # between two looks whether it lives
+_CUT = "Short write while writing to the AOF file"  # what its log says of a full filesystem that took a part
 log = logging.getLogger(__name__)
 _BECOME = """
-import os, sys
+import os, signal, sys
 from prl.control.parent import end_with_parent
 end_with_parent()
+for warning in (signal.SIGUSR1, signal.SIGUSR2):  # of the batch system, which may send them to all processes
+    signal.signal(warning, signal.SIG_IGN)
 os.execvp("redis-server", ["redis-server", sys.argv[1]])
 """
 
 
-class RedisStartError(Exception):
-    """The server cannot be started; the message says why and what to do."""
+class RedisServerError(Exception):
+    """The server cannot be started, or has ended; the message says why and what to do."""
 
 
 class RedisServer:
     """A running server. To be started by a thread that lives as long as it should: it ends with that thread."""
 
     def __init__(self, run: RunFolder, attempt: int, host: str, port: int, token: str, *, start_s: float) -> None:
-        """Returns once it answers, and has said where it is in the attempt's redis.json. Raises RedisStartError."""
+        """Returns once it answers, and has said where it is in the attempt's redis.json. Raises RedisServerError, and
+        StorageFull where the filesystem of its folder has no room."""
         program = shutil.which("redis-server")
         if program is None:
-            raise RedisStartError(
+            raise RedisServerError(
                 "streams.redis.start: there is no redis-server on PATH. Install Redis (Debian: apt-get install redis-server), "
                 "give streams.redis.url, or use streams.backend=folder"
             )
-        folder = run.redis
+        self._folder = folder = run.redis
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         config = folder / "redis.conf"
         config.unlink(missing_ok=True)
@@ -48,6 +55,7 @@ class RedisServer:
             file.write(_config(folder, host, port, token))
         self._log = folder / "redis.log"
         with self._log.open("ab") as output:
+            self._log_from = output.tell()  # what comes before is of earlier attempts
             self._process = _start(config, output)
         try:
             self._wait(host, port, token, start_s)
@@ -60,22 +68,37 @@ class RedisServer:
         end = time.monotonic() + start_s
         with redis.Redis(host, port, password=token, socket_timeout=start_s, retry=ONCE) as client:
             while True:
-                code = self._process.poll()
-                if code is not None:
-                    raise RedisStartError(f"redis-server ended with code {code}: {self._last_words()} ({self._log})")
+                if self._process.poll() is not None:
+                    raise self._why_ended()
                 try:
                     client.ping()
                     return
                 except (redis.ConnectionError, redis.TimeoutError) as error:  # it is not there yet, or loads its data
                     if time.monotonic() >= end:
-                        raise RedisStartError(
+                        raise RedisServerError(
                             f"redis-server did not answer within {start_s:g} s ({error}); see {self._log}"
                         ) from error
                 pause()
 
-    def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+    async def watch(self) -> None:
+        """Until the server has ended by itself, which nobody comes back from in this attempt: it ends as soon as it cannot make
+        a write durable. Raises RedisServerError, and StorageFull where the filesystem of its folder was full."""
+        while self._process.poll() is None:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(_LOOK_S)
+        raise self._why_ended()
+
+    def _why_ended(self) -> Exception:
+        with self._log.open("rb") as file:
+            file.seek(self._log_from)
+            said = file.read().decode(errors="replace").strip()
+        last = said.splitlines()[-1] if said else "it said nothing"
+        words = f"redis-server ended with code {self._process.returncode}: {last} (its log: {self._log})"
+        for code in (errno.ENOSPC, errno.EDQUOT):
+            if os.strerror(code) in said:
+                return StorageFull(self._folder, OSError(code, words))
+        if _CUT in said:
+            return StorageFull(self._folder, OSError(errno.ENOSPC, words))
+        return RedisServerError(words)
 
     @property
     def process_id(self) -> int:

@@ -5,8 +5,10 @@ stream is bounded: a writer whose entries are not released waits, and nothing is
 step waits for is put all the same: until that step is complete, nothing of it is released.
 """
 
+import logging
 import random
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from prl.control.child import EndsRun
 from prl.streams.contract import Cursor, Published, check_writer, is_writer
 from prl.streams.files import Encoded, Header, StreamError, check_bytes
 from prl.streams.options import RedisOptions
@@ -47,11 +50,31 @@ for place = 1, #stream, 2 do
     end
 end
 """  # a stream remembers it also where all is released
+log = logging.getLogger(__name__)
 ONCE = Retry(NoBackoff(), 0)  # the client tries nothing again: that is done here, with a deadline
 
 
 class RedisLost(ConnectionError):
     """The server did not answer for as long as it may."""
+
+
+class RedisFull(EndsRun):
+    """The server is at its maxmemory."""
+
+
+class RedisForgot(EndsRun):
+    """The server has lost what it had acknowledged."""
+
+
+class RedisUnsaved(EndsRun):
+    """The server takes nothing more, since it cannot save it. `filename` is where that is, as of an OSError."""
+
+    def __init__(self, filename: str, words: str) -> None:
+        super().__init__(filename, words)
+        self.filename = filename
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.args[1]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +96,17 @@ class RedisPlace:
     def quarantine_key(self) -> str:
         return f"{self.prefix}:quarantine"
 
+    @property
+    def mark_key(self) -> str:
+        return f"{self.prefix}:mark"
+
 
 class _Server:
     """Requests that outlive a lost connection, until a deadline."""
 
     def __init__(self, place: RedisPlace, options: RedisOptions) -> None:
         self._url = place.url
+        self._mark_key = place.mark_key
         self._reconnect_s = options.reconnect_s
         self._client = redis.Redis.from_url(
             place.url,
@@ -87,15 +115,46 @@ class _Server:
             socket_connect_timeout=_ANSWER_S,
             retry=ONCE,
         )
+        self._mark = self._found_mark()
+
+    def _found_mark(self) -> bytes:
+        """What the run has left in the server: drawn by the first of its processes, and gone with everything else."""
+        if self.ask("get", self._mark_key) is None:
+            self.ask("set", self._mark_key, uuid.uuid4().hex, nx=True)
+        return bytes(self.ask("get", self._mark_key) or b"")
+
+    def check_mark(self) -> None:
+        """Raises RedisForgot where the server no longer has what it had when this client came."""
+        if self.ask("get", self._mark_key) != self._mark:
+            raise RedisForgot(
+                f"Redis at {self._url} has lost the run's rollouts (its key {self._mark_key} is gone or another): it was "
+                "started again without its data, emptied (FLUSHALL) or has evicted them. Lost are those that lay in no step "
+                "file; what was trained lies in the run folder. Let it save what it is given (appendonly yes, "
+                "maxmemory-policy noeviction), then go on with prl-submit --resume RUN: what is lost is sampled again"
+            )
 
     def ask(self, command: str, *arguments: Any, **named: Any) -> Any:
-        """The answer to a command that may be given again. Raises RedisLost, or redis.RedisError where the server refuses."""
+        """The answer to a command that may be given again. Raises RedisLost, RedisFull, RedisUnsaved, or redis.RedisError where
+        the server refuses for another reason."""
         end = time.monotonic() + self._reconnect_s
         while True:
             try:
                 return getattr(self._client, command)(*arguments, **named)
             except redis.AuthenticationError:  # a ConnectionError, too
                 raise
+            except redis.OutOfMemoryError as error:
+                raise RedisFull(
+                    f"Redis at {self._url} has no room left: all of its maxmemory is used. Set that higher (CONFIG SET "
+                    "maxmemory), or remove what else lies there"
+                ) from error
+            except redis.ResponseError as error:
+                if not str(error).startswith("MISCONF"):
+                    raise
+                raise RedisUnsaved(
+                    f"Redis at {self._url}",
+                    f"takes nothing more, since it cannot save its data: is the disk of its folder full (CONFIG GET dir; its "
+                    f"log says more)? Make room there. It said: {error}",
+                ) from error
             except (redis.ConnectionError, redis.TimeoutError) as error:  # also while it loads its data
                 if time.monotonic() >= end:
                     raise RedisLost(
@@ -142,9 +201,10 @@ class RedisAppender:
         if self._sizes:  # the last may never have been announced, and is then released behind the next one only
             self._sizes[-1] = 0
         self.next_sequence = _sequence_of(self._server.ask("eval", _LAST_ID, 1, self._key)) + 1
+        self._full: RedisFull | None = None  # what the server said to what is being put
 
     def put(self, header: Header, data: Encoded) -> Published:
-        """Raises TimeoutError where nobody makes room in time, StreamError for an entry that no room would help."""
+        """Raises TimeoutError where nobody makes room in time, RedisForgot, StreamError where no room would help."""
         if data.size > self._bulk_bytes:
             raise StreamError(
                 f"{self._key}: {data.size / 2**20:.0f} MiB of rollouts in one entry, and the server takes "
@@ -153,12 +213,13 @@ class RedisAppender:
             )
         fields = {"data": data.whole(), "checksum": data.checksum, "attempt": header.attempt}
         end = time.monotonic() + self._options.full_s
+        self._full = None
         while not self._has_room(data.size) or not self._add(header.sequence, fields):
             if time.monotonic() >= end:
+                why = self._full or "more than streams.redis.max_mib lets in. Who reads them does not get done with them"
                 raise TimeoutError(
                     f"{self._key}: no room for rollouts for {self._options.full_s:g} s: {len(self._sizes)} entries of "
-                    f"{sum(self._sizes) / 2**20:.0f} MiB wait (see streams.redis.max_mib and the server's maxmemory). Who "
-                    "reads them does not get done with them"
+                    f"{sum(self._sizes) / 2**20:.0f} MiB wait. {why}"
                 )
             pause()
         self._sizes.append(data.size)
@@ -175,9 +236,11 @@ class RedisAppender:
     def _add(self, sequence: int, fields: Mapping[str, Any]) -> bool:
         """False: the server is full."""
         entry_id = _id_of(sequence)
+        self._server.check_mark()
         try:
             self._server.ask("xadd", self._key, fields, id=entry_id)
-        except redis.OutOfMemoryError:
+        except RedisFull as error:
+            self._full = error
             return False
         except redis.ResponseError:
             # The id is taken: by this very entry, where the answer to an earlier request was lost.
@@ -199,9 +262,11 @@ class RedisSource:
         self._released: dict[str, tuple[int, frozenset[int]]] = {}  # writer to the cursor and what was held of it
 
     def fetch(self, entry: Published, wait_s: float) -> pa.Buffer:
-        """What was put is there at once: `wait_s` is of no use here."""
+        """What was put is there at once: `wait_s` is of no use here. Raises RedisForgot where the server has lost all that it
+        had, be the entry there or not: numbers begin again then."""
         entry_id = _id_of(entry.sequence)
         found = self._server.ask("xrange", self._place.key(entry.writer), entry_id, entry_id)
+        self._server.check_mark()
         if not found or b"data" not in found[0][1]:
             raise StreamError(f"{entry.name}: not there")
         return check_bytes(found[0][1][b"data"], entry.bytes, entry.checksum, entry.name)
@@ -215,10 +280,13 @@ class RedisSource:
                 yield Published(f"{writer}/{sequence}", writer, number, sequence, size, checksum.decode(errors="replace"))
 
     def set_aside(self, entry: Published) -> None:
-        """Into a stream for such entries, the newest of which are kept."""
+        """Into a stream for such entries, the newest of which are kept. A server without room keeps none of it."""
         key, entry_id = self._place.key(entry.writer), _id_of(entry.sequence)
         for _, fields in self._server.ask("xrange", key, entry_id, entry_id):
-            self._server.ask("xadd", self._place.quarantine_key, {**fields, b"name": entry.name}, maxlen=_MAX_ASIDE)
+            try:
+                self._server.ask("xadd", self._place.quarantine_key, {**fields, b"name": entry.name}, maxlen=_MAX_ASIDE)
+            except RedisFull as full:
+                log.warning("the unreadable %s is deleted, and not kept for a person to look at: %s", entry.name, full)
             self._server.ask("xdel", key, entry_id)
 
     def release(self, done: Cursor, held: Collection[Published] = ()) -> None:

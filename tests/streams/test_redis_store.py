@@ -21,7 +21,7 @@ from prl.runfolder.paths import RunFolder
 from prl.streams.files import StreamError
 from prl.streams.opening import open_reader, open_writer
 from prl.streams.options import RedisOptions, StreamsOptions
-from prl.streams.redis_server import RedisServer, RedisStartError
+from prl.streams.redis_server import RedisServer, RedisServerError
 from prl.streams.redis_store import ONCE, RedisAppender, RedisLost, RedisPlace, RedisSource
 from prl.streams.writer import RolloutWriter
 
@@ -241,10 +241,10 @@ def test_looking_for_entries_leaves_what_is_in_them_where_it_is(redis_run):
 
 
 def test_a_server_that_cannot_start_says_why(run, monkeypatch):
-    with serving(run) as (_, port), pytest.raises(RedisStartError, match=r"ended with code 1: .*(bind|listen)"):
+    with serving(run) as (_, port), pytest.raises(RedisServerError, match=r"ended with code 1: .*(bind|listen)"):
         RedisServer(run, 1, "127.0.0.1", port, "token", start_s=30)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(RedisStartError, match=r"no redis-server on PATH.*streams\.backend=folder"):
+    with pytest.raises(RedisServerError, match=r"no redis-server on PATH.*streams\.backend=folder"):
         RedisServer(run, 1, "127.0.0.1", 1, "token", start_s=30)
 
 
