@@ -47,6 +47,7 @@ def check(config: Config, *, resume: bool = False, memory_bytes: int | None = No
     problems += shape_problems(config, model)
     problems += engine_args_problems(config.sample.engine_args)
     problems += _domains(config)
+    problems += _image(config)
     problems += resumed_folder_problems(config, model) if resume else new_folder_problems(config)
     if config.cluster.nodes is None:
         problems += machine_problems(config, model, free_memory_bytes() if memory_bytes is None else memory_bytes)
@@ -214,6 +215,15 @@ def _domains(config: Config) -> Iterator[str]:
                     trouble = _trouble_of_file(str(path))
                     if trouble:
                         yield f"domains[{number}].options.{key} = {path}: {trouble}; name the data of domain {domain.name}"
+
+
+def _image(config: Config) -> Iterator[str]:
+    """An image that is named as a file (others are addresses) is one that this machine sees, too."""
+    image = config.cluster.container_image or ""
+    if config.cluster.container != "none" and image.startswith("/"):
+        trouble = _trouble_of_file(image)
+        if trouble:
+            yield f"cluster.container_image = {image}: {trouble}; name an image that lies on a filesystem of all nodes"
 
 
 def _trouble_of_file(path: str) -> str:

@@ -65,6 +65,11 @@ def layout_problems(train: TrainOptions, model: ModelConfig | None) -> Iterator[
             f"not divide the model's {model.layers} layers; their product must be one of {', '.join(fitting)}"
         )
     if not model.experts:
+        if train.lora_rank > (width := min(model.hidden_size, model.heads * model.head_dim, model.ffn_size)):
+            yield (
+                f"train.lora_rank = {train.lora_rank}: is above the width of the model's narrowest layer, {width}, where an "
+                f"adapter is larger than what it adapts; choose a low one, e.g. 16, or 0 to train all weights"
+            )
         if train.expert_parallel > 1:
             yield f"train.expert_parallel = {train.expert_parallel}: the model has no experts; set it to 1"
         return

@@ -155,7 +155,10 @@ def load_split(domain: Domain, options: Mapping[str, Any], split: str, seed: int
     if not isinstance(problems, Sequence) or not all(isinstance(problem, Problem) for problem in problems):
         raise DomainError(f"domain {domain.name}: load_problems must return a sequence of Problem (split {split})")
     if split == "train" and not problems:
-        raise DomainError(f"domain {domain.name}: load_problems found no problems to train on")
+        raise DomainError(
+            f"domain {domain.name}: load_problems found no problems to train on, with the options {dict(options)}; name data "
+            f"that has some, or leave the domain out"
+        )
     return problems
 
 

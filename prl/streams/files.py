@@ -47,6 +47,10 @@ class StreamError(Exception):
     """A file is not what it was announced as, or holds what the schema forbids. It is of no use to anyone."""
 
 
+class UnreadableError(StreamError):
+    """A file cannot be read here and now: a disk fails, or its name does not show."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamFile:
     """A durable stream file."""
@@ -210,12 +214,12 @@ def read_published(
                 return make(partial(_read_at, path, file.fileno()))
         except OSError as error:
             if error.errno in _UNREADABLE:
-                raise StreamError(f"{path}: cannot be read ({error.strerror})") from error
+                raise UnreadableError(f"{path}: cannot be read ({error.strerror})") from error
             if error.errno not in _NOT_YET_VISIBLE:
                 raise
             waited_s = clock() - began
             if waited_s >= wait_s:
-                raise StreamError(
+                raise UnreadableError(
                     f"{path}: not there after waiting {waited_s:.1f} s for it, the deadline is {wait_s:g} s "
                     f"({error.strerror}); look whether this node sees {path.parent} as the one that wrote it does"
                 ) from error

@@ -18,7 +18,8 @@ from prl.control.child import Child, EndsRun
 from prl.control.threaded import ThreadedClient
 from prl.metrics import names
 from prl.runfolder.paths import RunFolder
-from prl.streams.steps import read_step
+from prl.streams.files import StreamError, UnreadableError
+from prl.streams.steps import StepFile, read_step
 from prl.trainer.checkpoint import load_checkpoint
 from prl.trainer.engine import Engine, build_engine
 from prl.trainer.hf_folder import read_weights, write_folder
@@ -34,6 +35,10 @@ from prl.trainer.weights_out import WeightsOut
 
 class TooManySkipped(EndsRun):
     """One gradient after another is not finite."""
+
+
+class DamagedStep(EndsRun):
+    """A step file is not what was announced: who begins again would only find it so again."""
 
 
 def run(child: Child, client: ThreadedClient) -> None:
@@ -118,16 +123,7 @@ def _train(
         file = ordered["file"]
         told = time.monotonic()
         client.progress(f"reading the file of step {step + 1}, {file['path']}")
-        data = read_step(
-            child.run.path / file["path"],
-            file["bytes"],
-            file["checksum"],
-            run=written_by,
-            step=step + 1,
-            vocabulary=engine.config.vocabulary,
-            share=(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()),
-            wait_s=child.config.control.lost_after_s,
-        )
+        data = _read(child, file, step + 1, run=written_by, vocabulary=engine.config.vocabulary)
         microbatches = data.microbatches()
         read = time.monotonic()
         client.progress(f"training step {step + 1}")
@@ -162,6 +158,29 @@ def _train(
             return step, bool(answer.get("leave"))
         if answer["save"]:
             saver.begin(step)
+
+
+def _read(child: Child, file: Mapping[str, Any], step: int, *, run: str, vocabulary: int) -> StepFile:
+    """What of a step's file is this rank's. Raises DamagedStep, and UnreadableError, which another start may be spared."""
+    share = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    try:
+        return read_step(
+            child.run.path / file["path"],
+            file["bytes"],
+            file["checksum"],
+            run=run,
+            step=step,
+            vocabulary=vocabulary,
+            share=share,
+            wait_s=child.config.control.lost_after_s,
+        )
+    except UnreadableError:
+        raise
+    except StreamError as error:
+        raise DamagedStep(
+            f"step {step} cannot be trained: {error}; where it was never trained, prl-submit --resume has it made anew, else "
+            f"restore the file"
+        ) from error
 
 
 def _writing_run(config: Config) -> str:

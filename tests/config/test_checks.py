@@ -18,6 +18,17 @@ def test_a_good_configuration_has_neither_problems_nor_warnings(good):
     assert check(good, memory_bytes=16 * GIB) == []
 
 
+def test_a_container_s_image_that_is_a_file_is_there(good, tmp_path):
+    absent, there = str(tmp_path / "absent.sif"), tmp_path / "there.sif"
+    there.touch()
+    for container in ("apptainer", "pyxis"):
+        cluster = {"nodes": 2, "container": container}
+        (line,) = problems(replace(good, cluster=cluster | {"container_image": absent}))
+        assert line == f"cluster.container_image = {absent}: no such file; name an image that lies on a filesystem of all nodes"
+        for image in (str(there), "docker://registry/prl:1"):
+            check(replace(good, cluster=cluster | {"container_image": image}))
+
+
 def test_values_that_vllm_takes_pass(good):
     given = {"max-num-batched-tokens": "4K", "max_num_scheduled_tokens": "None", "watermark": 0.5, "async-scheduling": False}
     given |= {"moe-backend": "Batched-Triton", "limit-mm-per-prompt": '{"image": 1}', "seed": -3, "tokenizer": "folder"}

@@ -50,6 +50,7 @@ EXPERTS = {
     "vocab_size": 151936,
 }
 QWEN_30B = model_config(SIZES | EXPERTS)  # Qwen3-30B-A3B
+NARROW_HEADS = model_config(SIZES | {"model_type": "qwen3", "head_dim": 64})
 WINDOWED = model_config(SIZES | {"model_type": "mistral", "sliding_window": 4096})
 GIB = 2**30
 
@@ -66,6 +67,8 @@ def train(**options):
         ({"virtual_pipeline": 2}, QWEN_7B, "train.virtual_pipeline = 2: needs train.pipeline_parallel above 1"),
         ({"sequence_parallel": True}, QWEN_7B, "needs train.tensor_parallel above 1"),
         ({"expert_parallel": 2}, QWEN_7B, "train.expert_parallel = 2: the model has no experts"),
+        ({"lora_rank": 3585}, QWEN_7B, "train.lora_rank = 3585: is above the width .*, 3584,"),
+        ({"lora_rank": 99999}, NARROW_HEADS, "train.lora_rank = 99999: is above the width .*, 1792,"),
         ({"lora_rank": 4}, QWEN_30B, "train.lora_rank = 4: adapters are for models without experts"),
         ({"expert_parallel": 3}, QWEN_30B, "train.expert_parallel = 3: does not divide the model's 128 experts"),
         ({"tensor_parallel": 2}, QWEN_30B, "train.tensor_parallel = 2: .*needs train.sequence_parallel: true"),

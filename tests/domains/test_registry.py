@@ -48,7 +48,7 @@ def test_a_module_of_the_users_own(module):
     assert len(load_split(domain, {}, "train", 1)) == 3
     assert load_split(domain, {}, "evaluate", 1) == []
     check_domain("mytasks.whole", {})
-    with pytest.raises(DomainError, match="no problems to train on"):
+    with pytest.raises(DomainError, match=r"no problems to train on, with the options {'n': 0}; name data that has some"):
         load_split(domain, {"n": 0}, "train", 1)
 
 

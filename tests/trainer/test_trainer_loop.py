@@ -24,7 +24,7 @@ from prl.config.layout import layout_of
 from prl.config.load import dump
 from prl.config.schema import Config
 from prl.control.options import ControlOptions
-from prl.control.server import ControlServer
+from prl.control.server import ControlServer, Member
 from prl.control.token import create_token
 from prl.flow.ids import RolloutId
 from prl.flow.versions import Version
@@ -86,6 +86,7 @@ class Run:
     checkpoints: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    ending: list[bool] = field(default_factory=list)  # whether each of these is to end the run
     joined: list[int] = field(default_factory=list)
     has_samplers: bool = True
     offered: list[str] = field(default_factory=list)  # versions, by lineage:step
@@ -273,11 +274,16 @@ async def start_and_serve(run: Run, *, resumes: bool = False) -> list[int]:
         "resume": resume,
         "training": training,
     }
+
+    def failed(member: Member, error: str, _trace: str) -> None:
+        run.failures.append(error)
+        run.ending.append(member.ends_run)
+
     server = ControlServer(
         run.folder.token.read_text(),
         handlers,
         on_join=lambda member: run.joined.append(member.index),
-        on_fail=lambda member, error, trace: run.failures.append(error),
+        on_fail=failed,
     )
     url = await server.start("127.0.0.1")
     shared = {
@@ -361,6 +367,8 @@ def test_a_resumed_run_goes_on_as_before_and_another_runs_step_file_ends_it(run)
     assert all(torch.equal(run.versions["1:3"][name], tensor) for name, tensor in before[1].items())
     assert run.failures
     assert all("of run 'another', this is run 'original'" in failure for failure in run.failures)
+    assert run.failures[0].startswith("DamagedStep: step 4 cannot be trained: ")
+    assert set(run.ending) == {True}  # another start would find it so again
     assert np.isfinite(run.metrics[3]["train/grad_norm"])
 
 

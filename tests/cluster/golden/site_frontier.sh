@@ -11,6 +11,7 @@
 #SBATCH --partition=batch
 #SBATCH --account=me
 #SBATCH --cpus-per-task=56
+#SBATCH --constraint=nvme
 #SBATCH --network=disable_rdzv_get
 #SBATCH hetjob
 #SBATCH --nodes=2
@@ -19,6 +20,7 @@
 #SBATCH --partition=batch
 #SBATCH --account=me
 #SBATCH --cpus-per-task=56
+#SBATCH --constraint=nvme
 #SBATCH --network=disable_rdzv_get
 
 set -eo pipefail
