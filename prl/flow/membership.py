@@ -19,7 +19,7 @@ State = Literal["starting", "joined", "serving", "fenced", "restarting", "lost"]
 IN_GROUP: frozenset[State] = frozenset({"joined", "serving"})
 
 # Why a replica left the group, or stopped serving: its process ended, said that it failed, fell silent, could not be reached,
-# did not answer or did not join in time, refused a call, or held other weights than were sent.
+# did not answer, receive or join in time, refused a call, or held other weights than were sent.
 Reason = Literal["died", "failed", "silent", "unreachable", "late", "refused", "mismatch"]
 
 
@@ -34,6 +34,7 @@ class MembershipSettings:
     pause_s: float  # before the first restart of a replica; doubled with each further one, up to 64 times as long
     start_s: float  # that a process has to start and join, and that the run waits where no replica is left
     mismatches: int = 2  # in a row, of one replica, are more than chance: its process has to end
+    delays: int = 2  # the same of transfers that it held up, of one version after another or of the same one again
     tries: int = 3  # of a group that breaks without anyone to blame
 
 
@@ -42,6 +43,8 @@ class _Replica:
     starts: Starts
     state: State = "starting"
     mismatches: int = 0  # in a row
+    delays: int = 0  # in a row
+    delayed: bool = False  # since it committed a version: it held up a transfer
     seedable: bool = True  # while joined: others have not failed to give it their weights
 
 
@@ -104,6 +107,7 @@ class Membership:
             if one.state not in IN_GROUP:
                 raise MembershipError(f"sampler {i} is {one.state} and cannot serve")
             one.state, one.mismatches, one.seedable = "serving", 0, True
+            one.delays, one.delayed = one.delays if one.delayed else 0, False
         self._broken = 0
 
     def seed(self, replica: int) -> None:
@@ -134,6 +138,16 @@ class Membership:
             one.state = "joined"
             self._note("mismatch", words)
 
+    def held_up(self, replica: int, words: str, now_s: float) -> bool:
+        """The others waited for it in vain in a transfer, until the deadline. Where it has them do so again and again it has to
+        end: true then."""
+        one = self._replicas[replica]
+        if one.state not in IN_GROUP:
+            raise MembershipError(f"sampler {replica} is {one.state}: nobody can have waited for it")
+        one.delays, one.delayed = one.delays + 1, True
+        self.last = words
+        return one.delays >= self._settings.delays and self.fence(replica, "late", words, now_s)
+
     def fence(self, replica: int, reason: Reason, words: str, now_s: float) -> bool:
         """A replica is not trusted any more, and its process has to end. False: that is known, or it has ended."""
         one = self._replicas[replica]
@@ -153,7 +167,8 @@ class Membership:
         pause_s = None if one.state == "starting" else one.starts.grant(now_s)
         self._leave(one, "lost" if pause_s is None else "restarting", now_s)
         if pause_s is not None:
-            one.mismatches = 0
+            one.mismatches = one.delays = 0
+            one.delayed = False
             self.restarts += 1
         return pause_s
 

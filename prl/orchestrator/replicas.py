@@ -108,6 +108,13 @@ class ReplicaDesk:
         self.membership.mismatch(replica.index, words, self._clock())
         self._left(replica.index, words)
 
+    def held_up(self, replica: Replica, words: str) -> None:
+        """The others waited for it in a transfer until the deadline."""
+        if self.membership.held_up(replica.index, words, self._clock()):
+            self._left(replica.index, words)
+        else:
+            self.note(words)
+
     def fence(self, index: int, reason: Reason, words: str) -> None:
         """It is not trusted any more: out of the group, asked by nobody, told to abort what it holds, and then its process is
         ended."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prl.flow.halts import Halt
 from prl.flow.versions import Version
 from prl.orchestrator.replicas import Replica
 from prl.runfolder.weights import MODULUS
@@ -16,12 +17,15 @@ class Update:
     version: Version
     epoch: int
     replicas: tuple[Replica, ...]
-    armed_s: float
+    armed_s: float  # when the first of them was asked to receive it
     transport: str = "gather"  # how it goes, in the words of weights.transport
     senders: int = 1  # trainer ranks in the transfer group
     tensors: Sequence[Any] = ()  # what the version consists of, as on the wire
     refused: dict[int, str] = field(default_factory=dict)  # by files: replica -> why it could not read them
+    sending_s: float = 0.0  # when all of them were to receive it
     staged: dict[tuple[int, int], str] = field(default_factory=dict)  # (replica, worker) -> digest
+    left: dict[tuple[int, int], Halt | None] = field(default_factory=dict)  # the same -> where it left, if known
+    overdue: bool = False  # somebody left as the deadline had passed
     receive_s: float = 0.0
     digest: str | None = None  # of what the trainer sent, once it has
     lane_digests: Sequence[str] = ()  # by lanes: of what it sent to worker 0, 1, ... of every replica
@@ -58,14 +62,23 @@ class Update:
         self.changed_share, self.lane_digests = body["changed_share"], body["lanes"]
         self.digest, self.sent_s = str(body["digest"]), now_s
 
+    def leaves(self, replica: int, worker: int, halt: Mapping[str, Any] | None) -> None:
+        """A worker has left the transfer; `halt`: where it was, as on the wire."""
+        where = self.left[replica, worker] = None if halt is None else Halt(**halt)
+        self.overdue = self.overdue or (where is not None and where.overdue)
+
     def missing(self, replica: Replica) -> list[int]:
         """Its workers that have not reported and still may."""
+        return [worker for worker in self._lacking(replica) if (replica.index, worker) not in self.left]
+
+    def arrived(self) -> bool:
+        return self.digest is not None and not any(map(self._lacking, self.alive))
+
+    def _lacking(self, replica: Replica) -> list[int]:
+        """Its workers that do not hold the version, unless it could not read it."""
         if replica.index in self.refused:
             return []
         return [worker for worker in range(replica.workers) if (replica.index, worker) not in self.staged]
-
-    def arrived(self) -> bool:
-        return self.digest is not None and not any(self.missing(replica) for replica in self.alive)
 
     def broken(self) -> str:
         """Why the trainer need not go on sending; nothing where it has to. Files do not break where somebody leaves."""

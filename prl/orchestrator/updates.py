@@ -4,9 +4,10 @@ The trainer offers a version; every sampler arms a receiver; the trainer sends w
 reports the digest of what it staged; the samplers whose digests are the trainer's commit. Updates follow one another: an
 offer waits until the one before it has ended.
 
-A sampler that dies, stands still or does not answer in time is fenced: whatever waits for it here goes on without it. Where
-that breaks the transfer, everyone leaves the group, another one is built and the version is sent again: at once where the
-trainer is still at it, with its next version otherwise, or as soon as it has nothing else to do.
+A sampler that dies, stands still or does not answer in time is fenced, and so is one that holds up transfers again and again
+(prl/orchestrator/lateness.py): whatever waits for it here goes on without it. Where that breaks the transfer, everyone leaves
+the group, another one is built and the version is sent again: at once where the trainer is still at it, with its next version
+otherwise, or as soon as it has nothing else to do.
 
 By lanes every trainer rank sends, and every worker reports the digest of its own part. By files the trainer writes a version
 first, and the samplers are asked to read it then. All else is the same.
@@ -21,6 +22,7 @@ from typing import Any
 
 from prl.flow.versions import Version
 from prl.metrics import names
+from prl.orchestrator.lateness import blame
 from prl.orchestrator.replicas import Replica, ReplicaDesk
 from prl.orchestrator.sampler_calls import Refused, SamplerCalls
 from prl.orchestrator.update import Update
@@ -108,7 +110,8 @@ class WeightUpdater:
             raise ValueError(f"version {version} waits for the samplers to start, for {self._start_s:.0f} s already")
         end = time.monotonic() + self._options.update_s + self._options.group_s
         nobody = {"epoch": self._desk.membership.epoch, "world_size": 0, "send": False}
-        patience_s = min(PATIENCE_S, self._options.update_s) if newer_comes else self._options.update_s
+        ends_soon = self._update is not None and bool(self._update.failed)
+        patience_s = min(PATIENCE_S, self._options.update_s) if newer_comes and not ends_soon else self._options.update_s
         if not await self._changed.until(lambda: self._update is None, patience_s):
             self._passed_over += 1
             log.warning("version %s is not sent: %s is still under way", version, self.under_way)
@@ -126,6 +129,7 @@ class WeightUpdater:
                 self._held = None  # until this version is committed
                 armed = (update.by_files or await self._arm(update, body)) and version.lineage > self._left
                 if armed:
+                    update.sending_s = time.monotonic()
                     self._start(self._finish(update), f"commit {version}")
                     whom = {"world_size": update.world_size, "samplers": [replica.index for replica in group]}
                     return {"epoch": update.epoch, **whom, "send": True, "transport": transport, "held": held}
@@ -158,11 +162,13 @@ class WeightUpdater:
         return {}
 
     async def unsent(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The trainer could not send everything, and has left the group. `missing`: ranks that did not come to its building."""
+        """The trainer could not send everything, and has left the group. `missing`: ranks that did not come to its building;
+        `overdue`: its deadline had passed."""
         membership, epoch = self._desk.membership, int(body["epoch"])
         update = self._of(body)
         if update is not None:
             update.failed = update.failed or f"the trainer could not send version {update.version}: {body['error']}"
+            update.overdue = update.overdue or bool(body["overdue"])
             self._fence_missing(update, body["missing"])
             self._changed.ring()
         elif epoch == membership.epoch:
@@ -173,7 +179,7 @@ class WeightUpdater:
 
     async def staged(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """A sampler's worker has received everything, and this is the digest of what it holds; or it has failed to. `missing`:
-        as of the trainer."""
+        as of the trainer; `halt`: where it left the transfer, if it was in it."""
         update = self._of(body)
         if update is None:
             version = Version(int(body["lineage"]), int(body["step"]))
@@ -182,6 +188,7 @@ class WeightUpdater:
             update.refused[int(body["replica"])] = f"sampler {body['replica']} did not read the weights: {body['error']}"
         elif body.get("error"):
             update.failed = update.failed or f"sampler {body['replica']} did not receive the weights: {body['error']}"
+            update.leaves(int(body["replica"]), int(body["worker"]), body["halt"])
             self._fence_missing(update, body["missing"])
         else:
             update.staged[int(body["replica"]), int(body["worker"])] = str(body["digest"])
@@ -256,6 +263,8 @@ class WeightUpdater:
         """Wait for every digest, compare, commit."""
         try:
             await self._wait_for_all(update)
+            if update.overdue:
+                await blame(update, self._desk, self._options.update_s)
             holders = self._verified(update) if update.arrived() and not update.failed else []
             if holders:
                 await self._commit(update, holders)

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,9 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
             wanted = self._area.put(order, staged)
         except Exception as error:  # whatever it was, the orchestrator must hear of it: it waits for this report
             failed = report["error"] = f"{type(error).__name__}: {error}"
+            halt = error.halt if isinstance(error, TransportError) else None
             report["missing"] = error.missing if isinstance(error, TransportError) else ()
+            report["halt"] = None if halt is None else asdict(halt)
             wanted = self._area.is_newest(order)
             if wanted:
                 traceback.print_exc()

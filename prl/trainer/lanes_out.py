@@ -32,17 +32,18 @@ from prl.weights.shipments import Route, View
 @dataclass(frozen=True)
 class Part:
     """What a rank says of its part of a version: what it sent, or why it did not. `missing`: ranks of the groups that did not
-    come to their building."""
+    come to their building; `overdue`: the deadline of the transfer had passed."""
 
     legs: tuple[LegReport, ...] = ()
     transfer_s: float = 0.0
     error: str = ""
     missing: tuple[int, ...] = ()
+    overdue: bool = False
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "Part":
         legs = tuple(LegReport(**leg) for leg in row["legs"])
-        return cls(legs, row["transfer_s"], row["error"], tuple(row["missing"]))
+        return cls(legs, row["transfer_s"], row["error"], tuple(row["missing"]), row["overdue"])
 
 
 def failures(parts: Sequence[Part]) -> list[tuple[str, tuple[int, ...]]]:
@@ -89,7 +90,7 @@ class LanesOut:
                 report = self._sender.send(self._source(), self._options.update_s, held=held is not None and held == last)
             part = Part(report.legs, report.transfer_s)
         except TransportError as error:
-            part = Part(error=str(error), missing=error.missing)
+            part = Part(error=str(error), missing=error.missing, overdue=error.overdue)
         parts = [Part.from_json(row) for row in channel.gather(asdict(part))]
         if failures(parts):
             self.close()

@@ -160,7 +160,7 @@ class WeightsOut:
         failed = failures(parts)
         if failed:
             if client is not None:
-                self._unsent(client, which, *failed[0])
+                self._unsent(client, which, *failed[0], overdue=any(part.overdue for part in parts))
             return False
         legs = [leg for part in parts for leg in part.legs]
         sent = sum(leg.bytes for leg in legs), max(part.transfer_s for part in parts), version_digest(legs)
@@ -187,7 +187,7 @@ class WeightsOut:
             else:
                 report = self._transfer(client, which, int(order["world_size"]), tensors, held)
         except TransportError as error:
-            self._unsent(client, which, str(error), error.missing)
+            self._unsent(client, which, str(error), error.missing, overdue=error.overdue)
             return False
         if report.changed_share is None:
             self._anchor = step
@@ -217,9 +217,11 @@ class WeightsOut:
         reason = f"reporting version {which['step']} as sent"
         client.call("version_sent", {**which, **body}, deadline_s=self._options.update_s, reason=reason)
 
-    def _unsent(self, client: ThreadedClient, which: Mapping[str, int], words: str, missing: Sequence[int]) -> None:
+    def _unsent(
+        self, client: ThreadedClient, which: Mapping[str, int], words: str, missing: Sequence[int], *, overdue: bool
+    ) -> None:
         self._epoch = -1
-        failure = {**which, "error": words, "missing": missing}
+        failure = {**which, "error": words, "missing": missing, "overdue": overdue}
         reason = f"reporting that version {which['step']} was not sent"
         client.call("version_unsent", failure, deadline_s=self._options.update_s, reason=reason)
 

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed does not export them to type checkers
 
+from prl.flow.halts import Halt
+
 LOOK_S = 0.1  # between two looks of a wait at whether this rank is to leave
 CLOSE_S = 1.0  # that groups without anything under way have to end: a process that exits meanwhile would abort
 GRACE_S = 0.5  # after its deadline that a thread has to say what it waited for
@@ -37,11 +39,17 @@ Reason = Callable[[], str]  # why this rank is to leave what it waits in; "" whi
 
 class TransportError(Exception):
     """A group could not be built, or a transfer did not end in time; says what was waited for. `missing`: the ranks that did
-    not come to the building."""
+    not come to the building; `halt`: where this rank was in the transfer."""
 
-    def __init__(self, words: str, missing: Sequence[int] = ()) -> None:
+    def __init__(self, words: str, missing: Sequence[int] = (), halt: Halt | None = None) -> None:
         super().__init__(words)
         self.missing = tuple(missing)
+        self.halt = halt
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it is the deadline of a transfer that passed."""
+        return self.halt is not None and self.halt.overdue
 
 
 class Left(Exception):
@@ -250,6 +258,12 @@ def own_address(address: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))
         return str(probe.getsockname()[0])
+
+
+def halt(reached: int, began: float, end: float) -> Halt:
+    """Of a rank that leaves what it waits in now. An operation that ends by its own deadline may do so a little early."""
+    now = time.monotonic()
+    return Halt(reached, now - began, overdue=now > end - LOOK_S)
 
 
 def said(error: Exception) -> str:

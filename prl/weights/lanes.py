@@ -57,6 +57,7 @@ class _End:
         self._transfers, self._own = shipments_of(route, crew, rank)
         self._buffer_bytes = max((shipment.bytes for shipment in self._own), default=0)
         self._update = 0
+        self._at = 0  # the transfer that it stands before
         self._broken = ""
         self._groups: dict[str, groups.Group] = {}
         end = time.monotonic() + group_s
@@ -104,8 +105,8 @@ class _End:
 
     def _stand(self, own: int) -> None:
         """Before this one of its own transfers."""
-        transfer = self._own[own].number if own < len(self._own) else self._transfers
-        self._board.stand(Place(self._update, transfer))
+        self._at = self._own[own].number if own < len(self._own) else self._transfers
+        self._board.stand(Place(self._update, self._at))
 
     def _buffers(self) -> list[torch.Tensor]:
         return [torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self._own)))]
@@ -121,17 +122,19 @@ class _End:
         try:
             self._groups[_group(shipment)].finish(work, end, self._board.reason)
         except Left as error:
-            raise TransportError(f"{self._title}: left in {shipment.what}: {error}") from error
+            halt = groups.halt(self._at, began, end)
+            raise TransportError(f"{self._title}: left in {shipment.what}: {error}", halt=halt) from error
         except (Lost, RuntimeError) as error:
-            waited_s = time.monotonic() - began
+            halt = groups.halt(self._at, began, end)
             if not isinstance(error, Lost):
                 time.sleep(max(0.0, min(SETTLE_S, end - time.monotonic())))
             members = self._crew.members(shipment.root, shipment.lane)
             how = groups.said(error)
             if isinstance(error, Lost):
                 how = f"no connection to {', '.join(self._crew.names[members[rank]] for rank in error.ranks)}: {how}"
-            words = f"{self._title}: waited {waited_s:.1f} s in {shipment.what} for {self._board.behind(members)}: {how}"
-            raise TransportError(words) from error
+            who = self._board.behind(members)
+            words = f"{self._title}: waited {halt.waited_s:.1f} s in {shipment.what} for {who}: {how}"
+            raise TransportError(words, halt=halt) from error
 
     def _tile_digest(self, tile: Tile, elements: torch.Tensor) -> torch.Tensor:
         spec = self._plan.tensors[tile.tensor]

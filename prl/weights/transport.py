@@ -234,6 +234,7 @@ class _Member:
         self._reason = groups.told(left)
         names = ["the trainer", *(f"sampler worker of rank {other}" for other in range(1, world_size))]
         meeting = Meeting(self._title, groups.scope_of(store, epoch), names, rank, "", self._reason)
+        self._done = 0  # broadcasts
         self._group: Group | None = groups.assemble(meeting, {"all": range(world_size)}, host, device, timeout_s)["all"]
 
     def broadcast(self, buffer: torch.Tensor, what: str, end: float) -> None:
@@ -243,8 +244,10 @@ class _Member:
         try:
             self._group.finish(self._group.begin(buffer, end), end, self._reason)
         except (RuntimeError, Left, Lost) as error:
-            words = f"{self._title}: waited {time.monotonic() - began:.1f} s for {what}: {groups.said(error)}"
-            raise TransportError(words) from error
+            halt = groups.halt(self._done, began, end)
+            words = f"{self._title}: waited {halt.waited_s:.1f} s for {what}: {groups.said(error)}"
+            raise TransportError(words, halt=halt) from error
+        self._done += 1
 
     def close(self) -> None:
         if self._group is not None:

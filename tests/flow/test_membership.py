@@ -19,6 +19,8 @@ class Life:
     process: str = "starting"  # starting, ready, untrusted, none
     committed: bool = False  # since its process came, and nothing was wrong with it since
     wrong: int = 0  # digests in a row
+    late: int = 0  # transfers in a row that others left since it held them up
+    held_up: bool = False  # others, since it committed
     starts: int = 1
     given_up: bool = False  # others could not give it their weights
     deaths: list[float] = field(default_factory=list)
@@ -70,7 +72,9 @@ class Histories(RuleBasedStateMachine):
         chosen = sorted(number for number in chosen if self.lives[number].process == "ready")
         self.membership.admit(chosen)
         for number in chosen:
-            self.lives[number].committed, self.lives[number].wrong, self.lives[number].given_up = True, 0, False
+            life = self.lives[number]
+            life.committed, life.wrong, life.given_up = True, 0, False
+            life.late, life.held_up = life.late if life.held_up else 0, False
         self.observe()
 
     @rule(replica=replica, succeeds=st.booleans())
@@ -103,6 +107,19 @@ class Histories(RuleBasedStateMachine):
         self.observe()
 
     @rule(replica=replica)
+    def holds_up_a_transfer(self, replica):
+        number, life = self.life(replica)
+        if life.process != "ready":
+            with pytest.raises(MembershipError):
+                self.membership.held_up(number, "others waited", self.now)
+            return
+        life.late, life.held_up = life.late + 1, True
+        assert self.membership.held_up(number, "others waited", self.now) == (life.late == 2)
+        if life.late == 2:
+            life.process, life.committed = "untrusted", False
+        self.observe()
+
+    @rule(replica=replica)
     def is_fenced(self, replica):
         number, life = self.life(replica)
         trusted = life.process == "ready" or (life.process == "starting" and life.starts > 1)
@@ -120,7 +137,7 @@ class Histories(RuleBasedStateMachine):
             return
         pause_s = self.membership.died(number, f"sampler {number} died", self.now)
         first = life.process == "starting" and life.starts == 1
-        life.committed, life.wrong = False, 0
+        life.committed, life.wrong, life.late, life.held_up = False, 0, 0, False
         if first or life.starts > self.options.restarts:
             assert pause_s is None
             life.process = "none"
@@ -193,6 +210,26 @@ def test_a_replica_whose_weights_were_wrong_once_is_sent_them_again_and_serves()
     membership.mismatch(1, "digest 7, not 8", 2.0)  # not in a row
     assert membership.state(1) == "joined"
     assert membership.reasons == {"mismatch": 2}
+
+
+@pytest.mark.parametrize("again", ["the same version", "the next one"])
+def test_a_replica_that_holds_up_a_transfer_again_and_again_has_to_end(again):
+    membership = ready(0, 1)
+    membership.admit([0, 1])
+    assert not membership.held_up(1, "others waited", 1.0)
+    assert membership.serving == (0, 1)  # what it has is right
+    if again == "the next one":
+        membership.admit([0, 1])  # it was there in time when it was sent again
+    assert membership.held_up(1, "others waited again", 2.0)
+    assert (membership.to_end, membership.reasons, membership.last) == (((1, 0),), {"late": 1}, "others waited again")
+
+
+def test_a_replica_that_held_up_a_transfer_once_is_trusted_after_another_version():
+    membership = ready(0, 1)
+    for now_s in (1.0, 2.0, 3.0):
+        assert not membership.held_up(1, "others waited", now_s)
+        membership.admit([0, 1])
+        membership.admit([0, 1])
 
 
 def test_the_cause_is_the_last_trouble():

@@ -67,7 +67,7 @@ def test_a_sampler_that_dies_while_the_trainer_sends_breaks_the_group_and_the_ve
         assert not watching.done()
         assert rig.desk.died(1, "sampler 1 was ended by SIGKILL") == 1.0
         assert await watching == {"broken": "sampler 1 left the group"}
-        await rig.updater.unsent({**rig.which(4), "error": "left", "missing": []})
+        await rig.updater.unsent({**rig.which(4), "error": "left", "missing": [], "overdue": False})
         await rig.update(0, 2, step=4)
         assert rig.epoch == 4
         rig.join(1)
@@ -116,7 +116,7 @@ def test_a_version_that_came_through_a_dead_sampler_and_not_to_all_is_not_commit
         await rig.sent()
         rig.desk.died(1, "sampler 1 was ended by SIGKILL")
         where = {"replica": 2, "worker": 0}
-        await rig.updater.staged({**rig.which(4), **where, "error": "connection closed by peer", "missing": []})
+        await rig.updater.staged({**rig.which(4), **where, "error": "connection closed by peer", "missing": [], "halt": None})
         await rig.settled()
         assert rig.committed == []
         assert all("commit" not in sampler.verbs() for sampler in rig.samplers)
@@ -233,9 +233,11 @@ def test_an_error_without_anyone_to_blame_builds_another_group_and_the_third_end
             assert (answer["epoch"], answer["transport"]) == (epoch, "filesystem" if epoch == 5 else "gather")
             where = {"replica": 1, "worker": 0}
             if epoch < 5:
-                await rig.updater.staged({**rig.which(4), **where, "error": "connection closed by peer", "missing": []})
+                await rig.updater.staged(
+                    {**rig.which(4), **where, "error": "connection closed by peer", "missing": [], "halt": None}
+                )
                 assert "connection closed by peer" in (await rig.updater.sending(rig.which(4)))["broken"]
-            await rig.updater.unsent({**rig.which(4), "error": "left", "missing": []})
+            await rig.updater.unsent({**rig.which(4), "error": "left", "missing": [], "overdue": False})
             await rig.settled()
             assert len(rig.errors) == (epoch == 5)
         assert "could not send version 0:4: left" in str(rig.errors[0])
@@ -251,10 +253,10 @@ def test_an_error_that_comes_before_all_are_armed_is_not_lost():
         offer = asyncio.create_task(rig.offer())
         await rig.samplers[2].asked("receive")
         rig.epoch = 3
-        await rig.updater.staged({**rig.which(4), "replica": 0, "worker": 0, "error": "no store", "missing": []})
+        await rig.updater.staged({**rig.which(4), "replica": 0, "worker": 0, "error": "no store", "missing": [], "halt": None})
         rig.desk.fence(2, "silent", "sampler 2 was silent")
         assert (await offer)["epoch"] == 4  # another group, in which all begins anew
-        await rig.updater.staged({**rig.which(4), "replica": 0, "worker": 0, "error": "no store", "missing": []})
+        await rig.updater.staged({**rig.which(4), "replica": 0, "worker": 0, "error": "no store", "missing": [], "halt": None})
         assert "no store" in (await rig.updater.sending(rig.which(4)))["broken"]
 
     run(scenario)
@@ -263,7 +265,9 @@ def test_an_error_that_comes_before_all_are_armed_is_not_lost():
 def test_samplers_that_do_not_come_to_the_building_of_the_group_are_named_by_their_rank():
     async def scenario(rig):
         await rig.offer()
-        await rig.updater.unsent({**rig.which(4), "error": "waited 2 s for sampler worker of rank 3", "missing": [3]})
+        await rig.updater.unsent(
+            {**rig.which(4), "error": "waited 2 s for sampler worker of rank 3", "missing": [3], "overdue": False}
+        )
         await rig.update(0, 2, step=4)
         assert rig.membership.reasons == {"late": 1}
         assert "sampler 1 did not come to the group of epoch 3" in rig.words
@@ -277,8 +281,8 @@ def test_samplers_that_others_wait_for_in_vain_are_named_by_their_rank_too():
     async def scenario(rig):
         await rig.offer()
         where, words = {"replica": 0, "worker": 0}, "waited 2 s for sampler worker of rank 3"
-        await rig.updater.staged({**rig.which(4), **where, "error": words, "missing": [3]})
-        await rig.updater.unsent({**rig.which(4), "error": "left", "missing": []})
+        await rig.updater.staged({**rig.which(4), **where, "error": words, "missing": [3], "halt": None})
+        await rig.updater.unsent({**rig.which(4), "error": "left", "missing": [], "overdue": False})
         await rig.update(0, 2, step=4)
         assert rig.membership.reasons == {"late": 1}
         assert "sampler 1 did not come to the group of epoch 3" in rig.words

@@ -101,7 +101,7 @@ def test_a_group_that_breaks_twice_is_done_without_until_somebody_comes_or_goes(
             answer = await rig.offer()
             assert (answer["transport"], answer["held"]) == (transport, "7" if epoch == 3 else None)
             assert rig.epoch == epoch
-            await rig.updater.unsent({**rig.which(4), "error": "no route to host", "missing": []})
+            await rig.updater.unsent({**rig.which(4), "error": "no route to host", "missing": [], "overdue": False})
             await rig.settled()
         assert any("go through files" in words and "no route to host" in words for words in rig.words)
         for step in (4, 5):
@@ -165,7 +165,7 @@ def test_by_lanes_a_worker_with_what_another_lane_was_sent_closes_its_sampler_al
 def test_by_lanes_who_did_not_come_is_known_by_the_rank(missing, fenced):
     async def scenario(rig):
         await rig.offer(senders=2)
-        await rig.updater.unsent({**rig.which(4), "error": "waited 2 s", "missing": missing})
+        await rig.updater.unsent({**rig.which(4), "error": "waited 2 s", "missing": missing, "overdue": False})
         await rig.settled()
         assert [index for index in range(3) if rig.membership.state(index) == "fenced"] == fenced
 

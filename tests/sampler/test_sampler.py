@@ -428,7 +428,7 @@ def test_a_transfer_that_breaks_off_is_reported_and_a_new_epoch_mends_it(lab, mo
     report = lab.staged.get(timeout=30)
     assert report["step"] == lab.step
     assert "bucket 1 of 1 from the trainer" in report["error"]
-    assert report["missing"] == []
+    assert (report["missing"], report["halt"]["reached"], report["halt"]["overdue"]) == ([], 1, False)
     assert lab.offer(weights_of(models[1])).status == 200  # and without a new epoch
     assert "no group for version" in lab.staged.get(timeout=30)["error"]
     assert lab.generate(PROMPT, max_tokens=3).result(30).status == 200

@@ -391,7 +391,7 @@ def test_a_group_that_breaks_is_left_and_its_version_sent_again_and_so_is_one_th
     assert again.metrics[2][names.SEND_S] > 1.0  # counts as sent, not as waited for, in the step that comes next
     assert other_time_s(again.metrics[2]) >= 0
     (failure,) = again.unsent
-    assert (failure["step"], failure["epoch"], failure["missing"]) == (1, 2, [])
+    assert (failure["step"], failure["epoch"], failure["missing"], failure["overdue"]) == (1, 2, [], False)
     assert "it was left while it was built" in failure["error"]
     assert list(again.versions) == ["0:0", "0:1", "0:2"]
     assert again.digests == {label: str(digest(tensors)) for label, tensors in again.versions.items()} == sent

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from prl.flow.halts import Halt
 from prl.weights.crew import Crew
 from prl.weights.group import StoreHost, TransportError
 from prl.weights.lanes import LaneReceiver, LaneSender
@@ -56,6 +57,7 @@ class Result:
     error: str = ""
     missing: tuple[int, ...] = ()
     seconds: float = 0.0
+    halt: Halt | None = None  # where it left an update
     report: LaneReport | None = None
     exact: bool = False  # what a worker staged equals, bit by bit, its part of the whole tensors in the plan's dtype
 
@@ -168,8 +170,10 @@ class _Rank:
             )
             return Result(seconds=seconds, report=report, exact=exact)
         except Exception as error:  # the test looks at it
-            words = str(error) if isinstance(error, TransportError) else repr(error)
-            return Result(words, seconds=time.monotonic() - began)
+            seconds = time.monotonic() - began
+            if isinstance(error, TransportError):
+                return Result(str(error), seconds=seconds, halt=error.halt)
+            return Result(repr(error), seconds=seconds)
 
 
 def _faulty(view: View, fault: Fault | None, store_port: int, asked: int) -> View:

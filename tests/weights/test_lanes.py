@@ -42,11 +42,11 @@ SOON_S = 30.0  # that is, well before it
 class Stage:
     """All ranks there are, and the epochs that they go through."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 8) -> None:
         self._epochs = itertools.count(1)
         self.ranks: list[Rank] = []
         self.port = 0
-        self.cast(8)
+        self.cast(ranks)
 
     def cast(self, count: int) -> None:
         """Have so many ranks, of which the first hosts a store."""

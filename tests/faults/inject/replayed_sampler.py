@@ -132,7 +132,7 @@ class ReplayedSampler:
             staged = Version(body["lineage"], body["step"]), digest(tensors)
             report |= {"digest": str(staged[1]), "receive_s": time.monotonic() - began, "direct_share": 1.0}
         except Exception as error:  # the orchestrator waits for this report
-            report |= {"error": f"{type(error).__name__}: {error}", "missing": []}
+            report |= {"error": f"{type(error).__name__}: {error}", "missing": [], "halt": None}
         if link.left:
             return
         if "error" not in report:
