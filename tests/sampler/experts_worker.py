@@ -19,7 +19,7 @@ os.environ |= {
 }
 
 import torch
-from lab import Weights, save, tiny_experts, weights_of
+from tiny_models import Weights, save, tiny_experts, weights_of
 from vllm import LLM
 
 from prl.sampler.experts import expert_weights

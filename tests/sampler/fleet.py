@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
-from lab import HOST, OPTIONS, Weights, event_loop, run_folder, started, tiny_model, wait_for_join
+from launch import HOST, OPTIONS, event_loop, run_folder, started, wait_for_join
+from tiny_models import Weights, tiny_model
 
 from prl.config.hf_config import read_model_config
 from prl.config.load import load

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lab import EOS, Lab, Reply, Weights, one_word_model, tiny_model, weights_of
+from lab import Lab, Reply
 from lane_trainer import lane_trainer
+from tiny_models import EOS, Weights, one_word_model, tiny_model, weights_of
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 from prl.weights.digest import digest

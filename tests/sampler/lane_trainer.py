@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from lab import HOST, TRAIN, Lab, Reply, Weights
+from lab import Lab, Reply
+from launch import HOST, TRAIN
+from tiny_models import Weights
 
 from prl.config.hf_config import read_model_config
 from prl.config.layout import layout_of

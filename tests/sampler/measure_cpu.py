@@ -21,7 +21,9 @@ from pathlib import Path
 
 import aiohttp
 import psutil
-from lab import Lab, sampler, tiny_model, weights_of
+from lab import Lab
+from launch import sampler
+from tiny_models import tiny_model, weights_of
 
 from prl.control.token import authorization
 from prl.sampler.options import SampleOptions

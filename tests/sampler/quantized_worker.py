@@ -19,7 +19,7 @@ os.environ |= {
 }
 
 import torch
-from lab import save, tiny_model
+from tiny_models import save, tiny_model
 from vllm import LLM, SamplingParams
 
 PROMPT, TOKENS = [3, 1, 9, 4, 10], 40

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from answers import PROMPT, greedy_answer
 from fleet import Fleet, fleet
 from inflight import drifting_models
-from lab import WEIGHTS, weights_of
-from test_sampler import PROMPT, greedy_answer
+from launch import WEIGHTS
+from tiny_models import weights_of
 
 from prl.weights.digest import digest
 

@@ -2,7 +2,7 @@
 
 import pytest
 from inflight import by_transport, follow, hear, one_word_models
-from lab import tiny_model
+from tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("clear_cache", [False, True])

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from answers import PROMPT, greedy_answer
 from inflight import by_transport, drifting_models, follow, hear, one_word_models
-from lab import OPTIONS, WEIGHTS, Lab, sampler, tiny_model, weights_of
-from test_sampler import PROMPT, greedy_answer
+from lab import Lab
+from launch import OPTIONS, WEIGHTS, sampler
+from tiny_models import tiny_model, weights_of
 
 from prl.flow.versions import Version
 from prl.weights.folder import write_version

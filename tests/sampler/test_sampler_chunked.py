@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lab import OPTIONS, WEIGHTS, Lab, sampler, tiny_model, weights_of
+from answers import LONG, PROMPT, greedy, greedy_answer
+from lab import Lab
 from lane_trainer import lane_trainer
-from test_sampler import LONG, PROMPT, greedy, greedy_answer
+from launch import OPTIONS, WEIGHTS, sampler
+from tiny_models import tiny_model, weights_of
 from transformers import Qwen2ForCausalLM
 
 from prl.weights.digest import digest
@@ -141,7 +143,7 @@ def test_versions_by_files_and_by_lanes_are_written_over_the_live_one_too(chunke
 
 
 def test_a_kept_prefix_is_reused_by_a_later_version(chunked, models):
-    """With weights.prefix_cache: salted nothing of it is (test_sampler.py). Two full blocks of the cache and a rest."""
+    """With weights.prefix_cache: salted nothing of it is (test_sampler_updates.py). Two full blocks of the cache and a rest."""
     prompt = [(7 * k + k // 9) % 10 for k in range(300)]
     cached = []
     for model in models[:2]:

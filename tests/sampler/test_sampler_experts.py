@@ -10,8 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from lab import OPTIONS, Lab, sampler, tiny_experts, weights_of
-from test_sampler import LONG, PROMPT, during_updates, greedy, greedy_answer, logprobs
+from answers import LONG, PROMPT, during_updates, greedy, greedy_answer, logprobs
+from lab import Lab
+from launch import OPTIONS, sampler
+from tiny_models import tiny_experts, weights_of
 from transformers import Qwen3MoeForCausalLM
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts

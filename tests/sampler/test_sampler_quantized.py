@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab import OPTIONS, Lab, Weights, sampler, tiny_model, weights_of
+from lab import Lab
+from launch import OPTIONS, sampler
 from quantized_worker import PROMPT, TOKENS
+from tiny_models import Weights, tiny_model, weights_of
 
 from prl.flow.versions import Version
 from prl.runfolder.weights import new_folder

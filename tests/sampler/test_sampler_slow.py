@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from answers import LONG, PROMPT, greedy_answer
 from inflight import drifting_models
-from lab import WEIGHTS, sampler, tiny_model, weights_of
 from lane_trainer import lane_trainer
-from test_sampler import LONG, PROMPT, greedy_answer
+from launch import WEIGHTS, sampler
+from tiny_models import tiny_model, weights_of
 
 pytestmark = pytest.mark.slow
 

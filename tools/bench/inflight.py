@@ -40,7 +40,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "sampler"))
-from lab import EOS, HOST, TRAIN, WEIGHTS, Lab, Weights, sampler, weights_of
+from lab import Lab
+from launch import HOST, TRAIN, WEIGHTS, sampler
+from tiny_models import EOS, Weights, weights_of
 
 from prl.config.hf_config import read_model_config
 from prl.config.layout import layout_of
