@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 from lane_ranks import Fault, Result
-from test_lanes import Stage, check, large
+from lane_stage import Stage, check, large
 
 from prl.control.server import Member
 from prl.flow.halts import Halt
