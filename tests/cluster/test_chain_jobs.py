@@ -122,6 +122,7 @@ def test_a_job_that_is_put_into_the_queue_again_has_a_log_of_its_own(start):
     assert folder.batch_log(1).read_text().startswith(before)
 
 
+@pytest.mark.slow
 def test_a_chain_goes_on_after_the_loss_of_a_node(start, slurm_cluster):
     folder, chain = start(jobs.begin_and_wait, nodes=2, chain=2)
     wait_until(folder.plan(1).exists, "the first attempt")

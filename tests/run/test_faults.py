@@ -21,13 +21,8 @@ from prl.streams.ledger import ledger_events, read_ledger
 from prl.weights.digest import digest
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        "trainer 1",
-        *(pytest.param(v, marks=pytest.mark.slow) for v in ("trainer 0", "sampler 0", "actor 0")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["trainer 0", "trainer 1", "sampler 0", "actor 0"])
 @pytest.mark.deadline(600)
 def test_a_killed_child_ends_the_run_with_its_name_and_a_resume_loses_nothing(tmp_path, start, victim):
     folder = RunFolder(tmp_path / "run")

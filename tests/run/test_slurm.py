@@ -75,6 +75,7 @@ def test_both_samplers_answered(het_run):
     assert replicas == {0, 1}
 
 
+@pytest.mark.slow
 def test_conventional_mode_alternates(tmp_path):
     ended = submit(tmp_path / "run", "configs/quickstart.yaml", *SHORT, "run.mode=conventional", "run.steps_per_generation=4")
     assert ended.code == 0, ended.logs()
@@ -147,13 +148,17 @@ def test_a_job_that_is_warned_saves_and_is_queued_again_as_the_next_attempt(subm
 
 
 def test_a_time_limit_that_is_near_is_noticed_by_slurms_own_warning(submitted):
-    folder, _ = submitted("run.steps=100000", "cluster.time_min=3", "cluster.warning_s=60", "train.checkpoint_every_steps=0")
-    wait_until(lambda: outcome(folder, 1), 240, "the end before the time limit")
+    limit = ("cluster.time_min=30", "cluster.warning_s=40")
+    folder, job = submitted("run.steps=100000", *limit, "train.checkpoint_every_steps=0")
+    wait_until(lambda: steps_of(folder), 240, "a step")
+    subprocess.run(["scontrol", "update", f"JobId={job}", "EndTime=now+60"], check=True, timeout=30)
+    wait_until(lambda: outcome(folder, 1), 120, "the end before the time limit")
     left = outcome(folder, 1)
     assert (left["outcome"], left["reason"], left["next"]) == ("left", "time limit", "stop")
     assert [step for step, _ in folder.manifests()] == [left["steps"]]
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_is_told_from_one_that_is_over_its_time(submitted):
     folder, job = submitted("run.steps=100000")
     wait_until(lambda: steps_of(folder), 240, "a step")

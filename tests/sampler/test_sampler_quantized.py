@@ -20,6 +20,7 @@ from prl.weights.folder import write_version
 from prl.weights.plan import to_json
 from prl.weights.transport import spec_of
 
+pytestmark = pytest.mark.slow
 SEEDS = range(2)
 
 

@@ -8,6 +8,7 @@ import pytest
 from ranks import Results, run_ranks
 
 WORKER = Path(__file__).with_name("offload_worker.py")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
