@@ -70,7 +70,8 @@ class Board:
         self._alarm = _Alarm()
         self._told = told(left)
         watch = self._connect(timeout_s), f"alarm/{rank}", self._alarm
-        threading.Thread(target=_watch, args=watch, name="watch for an alarm", daemon=True).start()
+        self._watching = threading.Thread(target=_watch, args=watch, name="watch for an alarm", daemon=True)
+        self._watching.start()
 
     def reason(self) -> str:
         """Why this rank is to leave what it waits in; "" while it is not."""
@@ -90,6 +91,7 @@ class Board:
     def close(self) -> None:
         self._alarm.closed = True
         self._tell([self._rank], "closed")
+        self._watching.join(TELL_S)  # a process that ends while it comes back out of the store aborts, see prl/weights/group.py
 
     def behind(self, members: Sequence[int]) -> str:
         """Who holds up the others, as far as the store can say: transfers follow one order, so that those who stand at the

@@ -208,11 +208,12 @@ class Group:
         return lost
 
     def abort(self) -> None:
-        """Lasts until what is under way has ended: over gloo by its deadline, over NCCL at once. The destructor would wait for
-        that, too, but within torch; so the last reference goes here, and only then."""
+        """Over NCCL this ends what is under way, over gloo it waits for that to end. gloo's destructor would, too, but within
+        torch; so the last reference goes here, and only then."""
         group, self._group = self._group, None
         if self._device.type == "cuda":
             group.abort()
+            return
         while not all(work.is_completed() for work, _ in self._open):
             time.sleep(LOOK_S)
 
