@@ -39,7 +39,7 @@ CONFIGS = {
 }
 LARGE = {"vocab_size": 999, "hidden_size": 512, "intermediate_size": 2048, "head_dim": 64}  # megabytes
 EXPERT_MODELS = [name for name in CONFIGS if "moe" in name]
-DIFFERENTIATED = ["mistral", "llama_yarn", "qwen2_linear", *EXPERT_MODELS]
+DIFFERENTIATED = ["mistral", "llama_yarn", "qwen2_linear", "qwen3_untied", *EXPERT_MODELS]
 
 
 def routings() -> np.ndarray:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 from checkpoint_layouts import MODELS
 from gathered_attention import attention_of
+from loads import check_load, watched_load
 from optimizer_state import optimizer_state
 from regroup import leave_groups
 from trained import steps
@@ -32,7 +33,12 @@ def relayout(options: TrainOptions, channel: Channel) -> None:
 
 
 def save(engine: Engine, channel: Channel, path: Path, step: int) -> list[Part]:
-    return finish_save(begin_save(engine, channel, path, step), channel, 120.0)
+    parts = finish_save(begin_save(engine, channel, path, step), channel, 120.0)
+    written = [file for file in (path / "trainer").rglob("*") if file.is_file()]
+    assert sorted((part.path, part.bytes) for part in parts) == sorted(
+        (file.relative_to(path).as_posix(), file.stat().st_size) for file in written
+    )
+    return parts
 
 
 def went_on(model: str, options: TrainOptions, channel: Channel, path: Path) -> dict[str, np.ndarray]:
@@ -46,5 +52,7 @@ def went_on(model: str, options: TrainOptions, channel: Channel, path: Path) -> 
 def resumed(model: str, options: TrainOptions, path: Path) -> dict[str, np.ndarray]:
     """The same of an engine that has what was saved."""
     engine = engine_of(options, model)
-    assert load_checkpoint(engine, path) == 2
+    with watched_load() as read:
+        assert load_checkpoint(engine, path) == 2
+    check_load(engine, read)
     return optimizer_state(engine) | {"steps": steps(engine, 3, 4)}

@@ -13,13 +13,15 @@ memory    most bytes of tensors at one time in both passes with the output layer
           logits would look small
 resume    loading a checkpoint of about 1 GB into a new engine, first, to loading its files, which is to read all of their bytes
           into new tensors (the kernel's making of their pages is a part of it), and second, to torch.load of as many tensors of
-          the same sizes from one file; warm from the kernel's memory, cold from the disk
+          the same sizes from one file; warm from the kernel's memory, cold from the disk; for an optimizer beside the model,
+          and ("shared") for one that data-parallel ranks share, of which there is one
 
 Seconds are of the processor, of the fastest of several tries taken in turns, so that they hold on a busy machine too (waiting
 for a disk does not count); a resume's by the clock as well.
 """
 
 import argparse
+import ctypes
 import gc
 import os
 import sys
@@ -78,6 +80,7 @@ DEEP = qwen("Qwen2.5-0.5B's layers", 896, 4864, 5, 14, 2, 8192, tied=True)  # 5 
 TRIES = 7
 RESUME_TRIES = 5
 MEMORY_TOKENS = 2048
+M_MMAP_THRESHOLD = -3  # as malloc.h has it
 
 
 def fastest(*works: Callable[[], object], tries: int = TRIES) -> list[float]:
@@ -246,16 +249,23 @@ def memory() -> None:
 
 
 def resume() -> None:
+    own_memory_for_each_tensor()
+    loads("resume", OPTIONS)
+    loads("shared", replace(OPTIONS, distributed_optimizer=True))
+
+
+def loads(name: str, options: TrainOptions) -> None:
     """In turns, each into memory that this process has not used before."""
-    engine = engine_of(DEEP, OPTIONS)
+    engine = engine_of(DEEP, options)
     batch: MicroBatch = microbatch(np.full(4, 16), engine.config.vocabulary)
     train_step(engine, [batch], facts_of(batch, 1))
     channel = Channel(120.0)
-    with tempfile.TemporaryDirectory() as name:  # TMPDIR has to lie on a disk
-        folder, one_file = Path(name), Path(name) / "tensors.pt"
+    with tempfile.TemporaryDirectory() as place:  # TMPDIR has to lie on a disk
+        folder, one_file = Path(place), Path(place) / "tensors.pt"
         parts = finish_save(begin_save(engine, channel, folder, 1), channel, 600.0)
         parameters = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
-        tensors = [parameter.detach().clone() for parameter in parameters for _ in ("value", "mean", "mean of squares")]
+        kinds = ["value", "mean", "mean of squares"] + ["the optimizer's value"] * options.distributed_optimizer
+        tensors = [parameter.detach().clone() for parameter in parameters for _ in kinds]
         with one_file.open("wb") as file:
             torch.save(tensors, file)
             file.flush()
@@ -268,7 +278,7 @@ def resume() -> None:
         for cold in [True, False] * RESUME_TRIES:
             for what in ("load", "read", "torch.load"):
                 gc.collect()
-                engine = engine_of(DEEP, OPTIONS) if what == "load" else None
+                engine = engine_of(DEEP, options) if what == "load" else None
                 if cold:
                     forget([*files, one_file])
                 began = time.perf_counter(), time.process_time()
@@ -281,11 +291,18 @@ def resume() -> None:
                 del engine, held
                 fastest_s, least_s = best.get((cold, what), took)
                 best[cold, what] = min(fastest_s, took[0]), min(least_s, took[1])
-    for cold, place in ((False, "warm"), (True, "cold")):
+    for cold, state in ((False, "warm"), (True, "cold")):
         load = best[cold, "load"]
         for what, words in (("read", "reading its files"), ("torch.load", "torch.load")):
             for clock, of, whole in zip(("by the clock", "of the processor"), best[cold, what], load, strict=True):
-                show(f"resume to {words}, {place}", whole / of, f"{whole:.2f} to {of:.2f} s {clock}, {size / 2**20:.0f} MiB")
+                show(f"{name} to {words}, {state}", whole / of, f"{whole:.2f} to {of:.2f} s {clock}, {size / 2**20:.0f} MiB")
+
+
+def own_memory_for_each_tensor() -> None:
+    """Have glibc take each from the kernel, and give it back. What it keeps of tensors that are gone has pages already, which
+    nothing has in a process that has just begun; and whom it gives that to depends on sizes."""
+    if not ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20):
+        raise OSError("mallopt: glibc does not take memory from the kernel for each tensor")
 
 
 def read_into_new(path: Path) -> Tensor:
