@@ -25,9 +25,11 @@ def end(run: RunFolder, attempt: int, code: int, shown: str, restarts: int) -> t
     outcome = read_outcome(run.exit(attempt))
     if not still_runs(shown, restarts):
         return False, "Slurm ends the job, or has put it into the queue again" if shown else "Slurm does not say of the job"
+    if outcome is None and not is_reserved(run.exit(attempt)):
+        return False, "its step ended before its orchestrator had begun: an error that it would meet again"
     if outcome is None:
         config = load(run.attempt_config(attempt))
-        reason, words = killed_end(code, begun=is_reserved(run.exit(attempt)))
+        reason, words = killed_end(code)
         reason = termination(shown, time.time(), restarts) or reason
         then = decide(reason, steps_before(run, attempt + 1), means_of(run, attempt, config))
         outcome = write_for(run, attempt, reason, words, then)

@@ -38,14 +38,12 @@ def silent_end(rows: Sequence[JobRow]) -> tuple[Reason, str]:
     return reason, f"{reason}: the first process ended without a word; Slurm says of the job: {states or 'nothing'}"
 
 
-def killed_end(code: int, *, begun: bool) -> tuple[Reason, str]:
-    """The reason, and a sentence, of an attempt whose step has ended with srun's exit code while its job goes on. `begun`: its
-    orchestrator had; what goes wrong in it from then on, it writes down itself, so that it was killed."""
+def killed_end(code: int) -> tuple[Reason, str]:
+    """The reason, and a sentence, of an attempt whose step has ended with srun's exit code, while its job goes on, after its
+    orchestrator had begun: what goes wrong in that it writes down itself, so that it was killed."""
     how = f"(srun's exit code: {code})"
     if code == OUT_OF_MEMORY:
         return "out of memory", f"the kernel has killed a process, out of memory, and nobody was left to say more {how}"
-    if not begun:
-        return "error", f"the step ended before its orchestrator began {how}"
     return "killed", f"the orchestrator was killed before it could say why {how}"
 
 

@@ -87,7 +87,7 @@ def test_a_chain_ends_with_the_job_that_was_cancelled(start):
 
 @pytest.mark.parametrize("requeue", [True, False])
 def test_after_an_orchestrator_that_was_killed_the_run_goes_on_until_it_gets_nowhere(start, requeue):
-    folder, chain = start(jobs.begin_and_die, requeue=requeue, chain=1 if requeue else 3)
+    folder, chain = start(jobs.begin_and_die, requeue=requeue, chain=1 if requeue else 3, time_min=10)
     wait_until(lambda: not jobs_in_queue(chain), "the end of the jobs")
     assert folder.attempts() == [1, 2]  # cluster.fruitless_attempts
     ends = [read_outcome(folder.exit(attempt)) for attempt in (1, 2)]
@@ -104,10 +104,9 @@ def test_after_an_orchestrator_that_was_killed_the_run_goes_on_until_it_gets_now
 def test_what_ends_before_its_orchestrator_begins_would_do_so_again(start):
     folder, (job,) = start(jobs.die, requeue=True)
     wait_until(lambda: not jobs_in_queue([job]), "the end of the job")
-    ended = read_outcome(folder.exit(1))
-    assert (ended.outcome, ended.reason, ended.next) == ("failed", "error", "stop")
-    assert ended.cause.startswith("the step ended before its orchestrator began (srun's exit code: ")
+    assert job_state(job) == "FAILED"
     assert folder.attempts() == [1]
+    assert "prl: attempt 1: its step ended before its orchestrator had begun" in folder.batch_log(1).read_text()
 
 
 def test_a_job_that_is_put_into_the_queue_again_has_a_log_of_its_own(start):

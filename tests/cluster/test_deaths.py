@@ -167,16 +167,17 @@ def test_a_dead_batch_host_of_a_job_that_ends_with_it(start, capsys):
     assert "node failure" in status(run, capsys)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_agent(start, rank):
+@pytest.mark.parametrize("killed", [((0,), (1, 0)), ((1,), (1,))], ids=str)
+def test_killed_agents(start, killed):
     """Rank 0's has the orchestrator beside it. The run goes on as the next attempt, until attempts trained no step."""
     run = start("control.lost_after_s=3", "cluster.stage_model=always", "cluster.requeue=true")
-    for attempt in (1, 2):
+    for attempt, ranks in enumerate(killed, 1):
         wait_for_processes(run, attempt, AGAIN_S)
-        run.agent(run.hosts(attempt)[rank]).send_signal(signal.SIGKILL)
+        for agent in [run.agent(run.hosts(attempt)[rank]) for rank in ranks]:
+            agent.send_signal(signal.SIGKILL)
         ended = run.ended(attempt)
         assert said(ended) == ("failed", "killed", "requeue" if attempt == 1 else "stop")
-        if rank == 0:
+        if 0 in ranks:
             assert ended.cause.startswith("the orchestrator was killed before it could say why (srun's exit code: 1")
         else:
             assert ended.cause.startswith(f"agent 1 on {run.hosts(attempt)[1]} has ended without a word")

@@ -70,10 +70,11 @@ def test_a_killed_orchestrator_s_job_is_queued_again_where_slurm_has_not_done_so
         assert end(run, 2, code, shown, 1)[0] == again  # by what is written
 
 
-def test_before_its_orchestrator_has_begun_an_attempt_ends_by_an_error(run):
+def test_an_attempt_that_ends_before_its_orchestrator_has_begun_is_left_as_it_is(run):
+    """What its tasks and the batch script say is told instead of an exit.json."""
     (run.attempt(2) / ".reserve").unlink()
     assert not end(run, 2, KILL, RUNNING, 1)[0]
-    assert said(read_outcome(run.exit(2))) == ("failed", "error", "stop")
+    assert read_outcome(run.exit(2)) is None
 
 
 @pytest.mark.parametrize(

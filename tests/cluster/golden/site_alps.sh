@@ -75,11 +75,12 @@ unset SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_CPUS_PER_TASK
 after_step() {
   code=$?
   [ $code != 0 ] || return 0
+  deaf='trap "" USR1 USR2; exec "$@"' # Slurm's warning goes to all steps
   timeout 60 srun --het-group=0-1 --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none --network=disable_rdzv_get \
-    /venv/bin/python -m prl.orchestrator.clean_up || echo "batch script: some node was not cleaned up" >&2
+    bash -c "$deaf" task /venv/bin/python -m prl.orchestrator.clean_up || echo "batch script: some node was not cleaned up" >&2
   job=$(scontrol -o show job "$SLURM_JOB_ID" || true)
-  then=$(timeout 60 srun --nodes=1 --ntasks=1 --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none --network=disable_rdzv_get \
-    /venv/bin/python -m prl.cluster.end $code "$job" | tail -n 1) || echo "batch script: what follows is not decided here" >&2
+  then=$(timeout 120 srun --nodes=1 --ntasks=1 --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none --network=disable_rdzv_get \
+    bash -c "$deaf" task /venv/bin/python -m prl.cluster.end $code "$job" | tail -n 1) || echo "batch script: what follows is not decided here" >&2
   [ "$then" != requeue ] || scontrol requeue "$SLURM_JOB_ID"
 }
 trap after_step EXIT

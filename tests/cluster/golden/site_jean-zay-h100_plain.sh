@@ -51,11 +51,12 @@ unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
 after_step() {
   code=$?
   [ $code != 0 ] || return 0
+  deaf='trap "" USR1 USR2; exec "$@"' # Slurm's warning goes to all steps
   timeout 60 srun --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none \
-    /venv/bin/python -m prl.orchestrator.clean_up || echo "batch script: some node was not cleaned up" >&2
+    bash -c "$deaf" task /venv/bin/python -m prl.orchestrator.clean_up || echo "batch script: some node was not cleaned up" >&2
   job=$(scontrol -o show job "$SLURM_JOB_ID" || true)
-  then=$(timeout 60 srun --nodes=1 --ntasks=1 --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none \
-    /venv/bin/python -m prl.cluster.end $code "$job" | tail -n 1) || echo "batch script: what follows is not decided here" >&2
+  then=$(timeout 120 srun --nodes=1 --ntasks=1 --export=ALL --overlap --mem=0 --mpi=none --cpu-bind=none \
+    bash -c "$deaf" task /venv/bin/python -m prl.cluster.end $code "$job" | tail -n 1) || echo "batch script: what follows is not decided here" >&2
   [ "$then" != requeue ] || scontrol requeue "$SLURM_JOB_ID"
 }
 trap after_step EXIT
