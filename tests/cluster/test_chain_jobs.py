@@ -85,10 +85,10 @@ def test_a_chain_ends_with_the_job_that_was_cancelled(start):
     check_not_running(folder)
 
 
-@pytest.mark.parametrize("requeue", [True, False])
+@pytest.mark.parametrize("requeue", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_after_an_orchestrator_that_was_killed_the_run_goes_on_until_it_gets_nowhere(start, requeue):
     folder, chain = start(jobs.begin_and_die, requeue=requeue, chain=1 if requeue else 3, time_min=10)
-    wait_until(lambda: not jobs_in_queue(chain), "the end of the jobs")
+    wait_until(lambda: not jobs_in_queue(chain), "the end of the jobs", 540)
     assert folder.attempts() == [1, 2]  # cluster.fruitless_attempts
     ends = [read_outcome(folder.exit(attempt)) for attempt in (1, 2)]
     assert [(end.outcome, end.reason, end.next) for end in ends] == [

@@ -167,7 +167,7 @@ def test_a_dead_batch_host_of_a_job_that_ends_with_it(start, capsys):
     assert "node failure" in status(run, capsys)
 
 
-@pytest.mark.parametrize("killed", [((0,), (1, 0)), ((1,), (1,))], ids=str)
+@pytest.mark.parametrize("killed", [((0,), (1, 0)), pytest.param(((1,), (1,)), marks=pytest.mark.slow)], ids=str)
 def test_killed_agents(start, killed):
     """Rank 0's has the orchestrator beside it. The run goes on as the next attempt, until attempts trained no step."""
     run = start("control.lost_after_s=3", "cluster.stage_model=always", "cluster.requeue=true")
