@@ -63,10 +63,8 @@ class Desk:
 @pytest.fixture(scope="module")
 def stage():
     stage = Stage(5)
-    ranks = list(stage.ranks)
     yield stage
-    for rank in ranks:
-        rank.end()
+    stage.end()
 
 
 def told(crew: Crew, results: dict[int, Result]) -> tuple[Told, bool]:
