@@ -35,9 +35,15 @@ def total(parts: Iterable[torch.Tensor]) -> int:
     return int(torch.stack(values).sum().item()) % MODULUS
 
 
-def part(name: str, tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
+def workspace(device: torch.device | str) -> torch.Tensor:
+    """Memory for `part` and `rectangle` to work in, 4 MiB; for one thread at a time. Without it each takes its own, and where
+    other memory is taken and kept in between the allocator finds room for less and less of that where the last one was."""
+    return torch.empty(2 * _CHUNK_BLOCKS * BLOCK, dtype=torch.int64, device=device)
+
+
+def part(name: str, tensor: torch.Tensor, offset: int = 0, work: torch.Tensor | None = None) -> torch.Tensor:
     """What a contiguous run of a tensor's elements adds to the digest: those from flat index `offset` of the whole tensor
-    `name` on. A scalar int64 tensor on the tensor's device (wrapped modulo 2**64)."""
+    `name` on. A scalar int64 tensor on the tensor's device (wrapped modulo 2**64). `work`: a `workspace`."""
     flat = _bits(name, tensor.reshape(-1))
     table, sums = _table(tensor.device)
     key = _key(name, tensor.dtype)
@@ -53,28 +59,30 @@ def part(name: str, tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
             inner = (flat[start:end] * table[within:until]).sum() + (sums[until] - sums[within])
             result += inner * _factor(key, block)
     if blocks:
-        inner = _block_sums(flat[first:last].view(blocks, BLOCK), table) + sums[BLOCK]
+        inner = _block_sums(flat[first:last].view(blocks, BLOCK), table, work) + sums[BLOCK]
         begin = (offset + first) // BLOCK
         result += (inner * _factors(key, torch.arange(begin, begin + blocks, device=tensor.device))).sum()
     return result
 
 
-def _block_sums(bits: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _block_sums(bits: torch.Tensor, table: torch.Tensor, work: torch.Tensor | None) -> torch.Tensor:
     """Of each row the sum of coefficient * bits. In few calls: another thread that computes has to wait between them."""
     sums = torch.empty(len(bits), dtype=torch.int64, device=bits.device)
-    memory = torch.empty((min(len(bits), _CHUNK_BLOCKS), BLOCK), dtype=torch.int64, device=bits.device)
+    memory = _memory(work, min(len(bits), _CHUNK_BLOCKS) * BLOCK, bits.device).view(-1, BLOCK)
     for start in range(0, len(bits), _CHUNK_BLOCKS):
         rows = bits[start : start + _CHUNK_BLOCKS]
         torch.sum(memory[: len(rows)].copy_(rows).mul_(table), 1, out=sums[start : start + len(rows)])
     return sums
 
 
-def rectangle(name: str, tensor: torch.Tensor, row: int, column: int, all_columns: int) -> torch.Tensor:
+def rectangle(
+    name: str, tensor: torch.Tensor, row: int, column: int, all_columns: int, work: torch.Tensor | None = None
+) -> torch.Tensor:
     """What a rectangle of the matrix `name`, which has `all_columns`, adds to the digest: rows [row, row + tensor.shape[0]) of
-    columns [column, column + tensor.shape[1]). In chunks of rows, so that memory stays bounded."""
+    columns [column, column + tensor.shape[1]). In chunks of rows, so that memory stays bounded. `work`: a `workspace`."""
     rows, width = tensor.shape
     if width == all_columns or not tensor.numel():
-        return part(name, tensor, row * all_columns)
+        return part(name, tensor, row * all_columns, work)
     table, sums = _table(tensor.device)
     key = _key(name, tensor.dtype)
     # Runs of so many elements neither cross a block nor leave a row, wherever they begin: each has one factor.
@@ -84,7 +92,7 @@ def rectangle(name: str, tensor: torch.Tensor, row: int, column: int, all_column
     period = BLOCK // gcd(all_columns, BLOCK)  # rows after which the same elements of the table come
     if step > period:
         step -= step % period
-    memory = torch.empty((2, step * len(starts), run), dtype=torch.int64, device=tensor.device)
+    memory = _memory(work, 2 * step * width, tensor.device).view(2, -1, run)
     result = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, rows, step):
         bits = _bits(name, tensor[start : start + step]).view(-1, len(starts), run)
@@ -109,6 +117,13 @@ def slab(name: str, tensor: torch.Tensor, shape: Sequence[int], dim: int, start:
     if dim == 1 and width != row_elements:
         return rectangle(name, tensor.reshape(rows, width), 0, start, row_elements)
     return part(name, tensor, start * row_elements if dim == 0 else 0)
+
+
+def _memory(work: torch.Tensor | None, elements: int, device: torch.device) -> torch.Tensor:
+    """Of the workspace, or where that does not do (a row of a rectangle may be longer) anew."""
+    if work is None or len(work) < elements:
+        return torch.empty(elements, dtype=torch.int64, device=device)
+    return work[:elements]
 
 
 def _bits(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 There is one small process group for each trainer rank (its root) and lane: the root and worker `lane` of every sampler. Both
 ends follow their part of the plan's one order of transfers, each in one thread, which casts and packs the next bucket (or
-unpacks the last one) while another is on the wire; two buckets are all the memory that it takes besides what a worker stages,
-and a bucket whose tiles follow each other there, too, is received in its place, unless that memory is in use. With deltas it
-takes a third one (prl/weights/lane_deltas.py).
+unpacks the last one) while another is on the wire; two buckets and the digest's workspace are all the memory that it takes
+besides what a worker stages. A bucket whose tiles follow each other there, too, is received in its place, unless that memory is
+in use. With deltas an end takes a third one (prl/weights/lane_deltas.py).
 
 An end belongs to an epoch of the membership. Where one rank fails at anything, it has all the others leave, through the epoch's
 store, and the end is of no use any more: the next epoch has others.
@@ -56,6 +56,7 @@ class _End:
         self._title = f"weight lanes, epoch {crew.epoch}, {crew.names[rank]}"
         self._transfers, self._own = shipments_of(route, crew, rank)
         self._buffer_bytes = max((shipment.bytes for shipment in self._own), default=0)
+        self._work = digest.workspace(self._device)
         self._update = 0
         self._at = 0  # the transfer that it stands before
         self._broken = ""
@@ -138,7 +139,7 @@ class _End:
 
     def _tile_digest(self, tile: Tile, elements: torch.Tensor) -> torch.Tensor:
         spec = self._plan.tensors[tile.tensor]
-        return digest.rectangle(spec.name, elements, tile.row, tile.column, prod(spec.shape[1:]))
+        return digest.rectangle(spec.name, elements, tile.row, tile.column, prod(spec.shape[1:]), self._work)
 
 
 class LaneSender(_End):

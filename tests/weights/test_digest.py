@@ -78,6 +78,17 @@ def test_a_rectangle_that_crosses_blocks_equals_its_definition(rows, width, left
     assert d.total([d.rectangle("w", matrix[:, left:right], 0, left, width), *rest]) == by_definition("w", matrix)
 
 
+def test_what_a_workspace_was_used_for_before_does_not_matter():
+    """Also where it is smaller than a row."""
+    work = d.workspace("cpu").fill_(-1)
+    for rows, width, left, right in [(900, 896, 448, 896), (2, 300_000, 0, 290_000), (70, 4864, 0, 2432), (20, 9000, 0, 9000)]:
+        matrix = tensor_of(torch.bfloat16, rows * width, 5).view(rows, width)
+        inner = d.rectangle("w", matrix[:, left:right], 0, left, width, work)
+        assert inner == d.rectangle("w", matrix[:, left:right], 0, left, width)
+        rest = [d.rectangle("w", matrix[:, :left], 0, 0, width, work), d.rectangle("w", matrix[:, right:], 0, right, width)]
+        assert d.total([inner, *rest]) == d.digest({"w": matrix})
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.floats(width=32), min_size=2, max_size=50), st.data())
 def test_a_swap_of_elements_is_seen(values, data):

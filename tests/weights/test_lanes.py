@@ -93,11 +93,11 @@ def pair() -> Route:
     return Route(LanePlan(tensors, 1, 1, (Leg(0, 0, tiles),)), [[Shard(tile, True) for tile in tiles]], 96)
 
 
-@pytest.mark.parametrize("kind", ["flip", "swap"])
-def test_what_changes_on_its_way_is_noticed(stage, kind):
+@pytest.mark.parametrize(("kind", "bucket"), [("flip", 0), ("flip", 1), ("swap", 1)])
+def test_what_changes_on_its_way_is_noticed(stage, kind, bucket):
     crew = stage.crew(1, [0, 1], 1)
     stage.open(pair(), crew)
-    stage.begin(crew, 1, faults={2: Fault(kind, 1)})
+    stage.begin(crew, 1, faults={2: Fault(kind, bucket)})
     sent, right, wrong = (lane_digests(result.report.legs) for result in stage.results(crew).values())
     assert sent == right != wrong
 
