@@ -9,6 +9,7 @@ from prl.flow.events import to_rows
 from prl.orchestrator import shutdown
 from prl.orchestrator.agent import _ask_why
 from prl.orchestrator.outcome import LOST, Cause
+from prl.orchestrator.updates import UpdateError
 from prl.runfolder.outcome import read_outcome
 
 WARNED = "warned by SIGUSR1: the time limit is near"
@@ -94,6 +95,20 @@ def test_the_step_that_is_trained_next_is_saved_once_after_somebody_asked(tmp_pa
         rig.orchestrator._work.checkpoints.ask()
         assert (await trained(rig, 1))["save"]
         assert not (await trained(rig, 2))["save"]
+
+    run(tmp_path / "run", scenario)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_version_that_samplers_refuse_ends_a_run_but_not_one_that_leaves(tmp_path, leaves):
+    """Slurm ends a sampler's engine with all else, and the sampler refuses what comes then."""
+
+    async def scenario(rig):
+        if leaves:
+            rig.orchestrator.shutdown.expect_deaths()
+        rig.orchestrator._samplers._updater._on_error(UpdateError("sampler 0 refused commit"))
+        assert bool(rig.orchestrator._causes) != leaves
+        rig.orchestrator.shutdown.leave("Slurm ends the job with SIGTERM", "preempted")
 
     run(tmp_path / "run", scenario)
 
