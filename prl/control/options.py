@@ -33,6 +33,7 @@ class ControlOptions:
         "do not know who is waited for",
         Above(0),
     ] = 600.0
+    log_mib: Annotated[int, "a process's log that is larger is cut down to its last quarter of that, in MiB", AtLeast(1)] = 256
     stop_s: Annotated[float, "seconds that processes have to end by themselves at the end of a run", Above(0)] = 60.0
 
     @property

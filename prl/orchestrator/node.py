@@ -37,7 +37,7 @@ from prl.orchestrator.children import (
 from prl.orchestrator.node_devices import processors, with_given_devices
 from prl.orchestrator.outcome import MEMORY_KILL
 from prl.orchestrator.staging import StageOrders, cache_environment, local_folder, stage
-from prl.runfolder.logs import log_end
+from prl.runfolder.logs import bound_log, log_end
 from prl.runfolder.paths import RunFolder
 
 CLEAN_S = 30.0  # deadline of removing what killed agents have left: their processes may die slowly, or a filesystem not answer
@@ -226,7 +226,7 @@ async def _watch(
     stopping = asyncio.create_task(client.stopping.wait())
     obeying = asyncio.create_task(_obey(client, children, given_up), name="end what the orchestrator gave up")
     tasks: list[asyncio.Task[Any]] = [stopping, obeying, telling]
-    looked, segments, new = time.monotonic(), frozenset[str](), False
+    looked, segments, new, unbound = time.monotonic(), frozenset[str](), False, set[Path]()
     try:
         while (waits or starts) and not client.stopping.is_set():
             done, _ = await asyncio.wait(
@@ -235,6 +235,7 @@ async def _watch(
             if time.monotonic() - looked >= USAGE_S:
                 looked = time.monotonic()
                 _write_usage(metrics, children)
+                _bound_logs(children, options, unbound)
             before, segments = segments, leftovers.names()
             if segments != before or new:  # once more, since a file is there before it is mapped
                 new = segments != before
@@ -264,6 +265,7 @@ async def _watch(
             if time.monotonic() - looked >= USAGE_S:
                 looked = time.monotonic()
                 _write_usage(metrics, children)
+                _bound_logs(children, options, unbound)
             for task in done:
                 waits.pop(task)
     finally:
@@ -329,3 +331,14 @@ def _write_usage(metrics: MetricsWriter, children: Mapping[str, RunningChild]) -
     usages = {**usage_of({name: child.process.pid for name, child in children.items()}), "agent": own_usage()}
     for process, usage in usages.items():
         metrics.write(usage.values(), kind=names.USAGE, labels={"process": process, "role": process.split()[0]})
+
+
+def _bound_logs(children: Mapping[str, RunningChild], options: ControlOptions, unbound: set[Path]) -> None:
+    """No run fails for it: of a filesystem that is full or gone others tell. `unbound`: logs of which that was said."""
+    for child in children.values():
+        try:
+            bound_log(child.log, options.log_mib * 2**20)
+        except OSError as error:
+            if child.log not in unbound:
+                say(f"prl: {child.log} may grow beyond control.log_mib: {error}")
+            unbound.add(child.log)

@@ -56,6 +56,33 @@ def test_a_sampler_that_died_is_started_again_and_one_that_was_given_up_is_kille
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+CHATTERER = "import time; print('all is well\\n' * 2**17 + 'the last line', flush=True); time.sleep(600)"
+
+
+def test_the_logs_of_those_who_talk_too_much_are_cut_down(tmp_path, monkeypatch):
+    monkeypatch.setattr(prl.orchestrator.node, "USAGE_S", 0.2)
+    run = run_of(tmp_path, CHATTERER)
+
+    async def main():
+        orchestrator = Orchestrator(tmp_path / "stub", restarts=0)
+        url = await orchestrator.server.start("127.0.0.1")
+        options = ControlOptions(heartbeat_s=0.1, stop_s=0.5, log_mib=1)
+        agent = asyncio.create_task(run_agent(run, 1, 1, "127.0.0.1", url, "token", options))
+        logs = [run.logs(1) / f"sampler-{index}.log" for index in (0, 1)]
+        async with asyncio.timeout(20):
+            while not all(log.exists() and log.read_text().startswith("prl: 1") for log in logs):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        orchestrator.server.stopping, orchestrator.server.grace_s = True, 0.2
+        orchestrator.bell.ring()
+        await asyncio.wait_for(agent, 20)
+        await orchestrator.server.close()
+        for log in logs:
+            assert 2**17 < log.stat().st_size < 2**19
+            assert log.read_text().splitlines()[-1] == "the last line"
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_start_that_was_given_up_before_it_was_made_is_killed_as_soon_as_it_is_there(run, tmp_path):
     async def main():
         orchestrator = Orchestrator(tmp_path / "stub", restarts=2)
