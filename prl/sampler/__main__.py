@@ -15,7 +15,7 @@ async def main(child: Child, client: ControlClient) -> None:
     gpu = prepare_environment(options, child.host)
     arguments = server_arguments(str(child.model), child.host, child.port, options, gpu)
     with private_sockets():
-        async with serving(arguments, child.token, child.config.weights) as server:
+        async with serving(arguments, child.token, child.config.weights, options.no_token_s) as server:
             await _serve(server, client, options.tensor_parallel)
 
 

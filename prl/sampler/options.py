@@ -32,6 +32,12 @@ class SampleOptions:
     restart_pause_s: Annotated[
         float, "seconds before a sampler's first restart; doubled with each further one, up to 64-fold", Above(0)
     ] = 1.0
+    no_token_s: Annotated[
+        float,
+        "a sampler that has requests and has sampled no token for so many seconds, without standing still for a new version, "
+        "ends; which counts as its death",
+        Above(0),
+    ] = 120.0
     engine_args: Annotated[
         Mapping[str, str | int | float | bool], "further arguments of vLLM's server by their long names, e.g. {block-size: 32}"
     ] = field(default_factory=dict)

@@ -3,6 +3,23 @@
 import os
 
 ENGINE = "prl"
+TESTED = "==0.32.0"  # versions of vLLM, whose insides the samplers rely on; the same as in setup.cfg
+
+
+def check_version(version: str) -> None:
+    """Raises RuntimeError where the samplers were not tested with this version of vLLM."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        tested = Version(version) in SpecifierSet(TESTED)
+    except InvalidVersion:  # "dev"
+        tested = False
+    if not tested:
+        raise RuntimeError(
+            f"vLLM {version} is installed, and prl's samplers were tested with vLLM {TESTED} alone: install that, by "
+            f"`pip install '.[gpu]'` or, without a GPU, `bash tools/setup.sh`"
+        )
 
 
 def register() -> None:
@@ -24,7 +41,7 @@ def _keep_linear_weights_live() -> None:
 
     if not hasattr(ops, "_supports_onednn"):
         raise RuntimeError(
-            "vllm._custom_ops has no _supports_onednn: this vLLM is not the pinned 0.32.0, and without that flag "
-            "weight updates would not reach linear layers on CPUs. Install the pinned version (bash tools/setup.sh)"
+            f"vllm._custom_ops has no _supports_onednn: this vLLM is not {TESTED}, and without that flag weight updates would "
+            f"not reach linear layers on CPUs. Install the tested version (bash tools/setup.sh)"
         )
     ops._supports_onednn = False

@@ -42,6 +42,10 @@ class Replica:
         self._limit: asyncio.Task[None] | None = None  # of that stillness
         self._lock = asyncio.Lock()
 
+    async def silence(self, limit_s: float) -> str:
+        """Returns once requests have waited for so long and no token has come, with words."""
+        return await self._traffic.silence(limit_s)
+
     async def connect(self, info: Mapping[str, Any]) -> None:
         """Arm the building of a transfer group in every worker. Raises what the engine refuses, as an Exception with words."""
         async with self._lock, asyncio.timeout(self._update_s):

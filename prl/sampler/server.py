@@ -7,18 +7,20 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from prl.sampler.options import SampleOptions
+from prl.sampler.plugin import check_version
 from prl.weights.options import WeightsOptions
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A running server; `ended` finishes when the HTTP server or vLLM's engine does, for whatever reason."""
+    """A running server; `ended` finishes when the HTTP server or vLLM's engine does, for whatever reason, or when the engine
+    samples no token for too long."""
 
     url: str
     app: Any
@@ -109,8 +111,12 @@ def _words(name: str, value: str | float | bool) -> list[str]:
 
 
 @asynccontextmanager
-async def serving(arguments: list[str], token: str, weights: WeightsOptions) -> AsyncIterator[Serving]:
-    """Start vLLM's engine and its HTTP server with our guard before every route; both end with the context."""
+async def serving(arguments: list[str], token: str, weights: WeightsOptions, no_token_s: float) -> AsyncIterator[Serving]:
+    """Start vLLM's engine and its HTTP server with our guard before every route; both end with the context. Raises RuntimeError
+    where the samplers were not tested with this version of vLLM."""
+    import vllm
+
+    check_version(vllm.__version__)
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
     from vllm.entrypoints.launchers.app import build_app
@@ -133,7 +139,7 @@ async def serving(arguments: list[str], token: str, weights: WeightsOptions) -> 
         add_routes(app, replica, direct)
         guarded = Guard(app, token, replica, direct)  # around the whole application, so that nothing of vLLM's comes before it
         async with _http(app, guarded, listener, args) as server:
-            ended = asyncio.create_task(_ended(server, engine), name="serving")
+            ended = asyncio.create_task(_ended(server, engine, replica.silence(no_token_s)), name="serving")
             try:
                 yield Serving(address, app, ended)
             finally:
@@ -185,8 +191,15 @@ async def _http(app: Any, guarded: Any, listener: Any, args: Any) -> AsyncIterat
         listener.close()
 
 
-async def _ended(server: "asyncio.Task[None]", engine: Any) -> str:
-    """Waits for the first of the two to end and says which; the task that takes the engine's outputs ends when it dies."""
+async def _ended(server: "asyncio.Task[None]", engine: Any, silence: Coroutine[Any, Any, str]) -> str:
+    """Waits for the first of them to end and says which; the task that takes the engine's outputs ends when it dies. An engine
+    that stands still may answer /health; only its tokens show that it works."""
     outputs: asyncio.Task[None] = engine.output_handler
-    done, _ = await asyncio.wait({server, outputs}, return_when=asyncio.FIRST_COMPLETED)
-    return "vLLM's engine died" if outputs in done or engine.errored else "vLLM's HTTP server ended"
+    silent = asyncio.create_task(silence, name="silence")
+    try:
+        done, _ = await asyncio.wait({server, outputs, silent}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        silent.cancel()
+    if outputs in done or engine.errored:
+        return "vLLM's engine died"
+    return silent.result() if silent in done else "vLLM's HTTP server ended"

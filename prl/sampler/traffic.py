@@ -5,6 +5,7 @@ import asyncio
 import time
 from typing import Any
 
+_LOOK_S = 1.0  # between two looks at whether tokens come
 _FIRST_TOKEN_S = 5.0  # longest wait for the first token after an update; where it lasts longer, the gap is told as so far
 
 
@@ -17,6 +18,7 @@ class Traffic:
     def __init__(self, engine: Any, *, salted: bool) -> None:
         self.label: str | None = None
         self._outputs = engine.output_processor
+        self._seen = 0  # outputs of the engine so far
         self._last_s: float | None = None  # time of the last output behind which requests were still waiting for more
         self._since_s = self._paused_s = 0.0
         # Time of the first output after a pause; None where all that could give one was aborted.
@@ -45,6 +47,18 @@ class Traffic:
         except TimeoutError:
             return time.monotonic() - self._since_s
 
+    async def silence(self, limit_s: float) -> str:
+        """Returns once requests have waited for so long and no token has come, though the engine was not paused; with words.
+        Time in which this process itself stood still does not count."""
+        silent_s, seen = 0.0, self._seen
+        while silent_s < limit_s:
+            await asyncio.sleep(_LOOK_S)
+            waits = self.label is not None and self._outputs.get_num_unfinished_requests() > 0
+            silent_s = silent_s + _LOOK_S if waits and self._seen == seen else 0.0
+            seen = self._seen
+        waiting = self._outputs.get_num_unfinished_requests()
+        return f"vLLM's engine has sampled no token for {limit_s:g} s (sample.no_token_s), with {waiting} requests in flight"
+
     async def _salted(self, request: Any) -> None:
         label = request.external_req_id if self.label is None else self.label
         request.cache_salt = label if request.cache_salt is None else f"{label} {request.cache_salt}"
@@ -53,6 +67,7 @@ class Traffic:
     def _timed(self, outputs: Any, timestamp: float, *arguments: Any, **named: Any) -> Any:
         """`timestamp`: the monotonic time at which the engine's process had sampled these outputs."""
         result = self._process(outputs, timestamp, *arguments, **named)
+        self._seen += len(outputs)
         self._last_s = timestamp if self._outputs.get_num_unfinished_requests() else None
         if self._first is not None and not self._first.done() and timestamp > self._paused_s:
             self._first.set_result(timestamp)

@@ -1,5 +1,5 @@
-"""A sampler that stands still, and whose engine does not confirm it, or for which no version comes: played, for real engines
-confirm it, and their deadlines are longer."""
+"""A sampler that stands still, and whose engine does not confirm it or samples nothing, or for which no version comes: played,
+for real engines confirm it, and their deadlines are longer."""
 
 import asyncio
 import time
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import prl.sampler.traffic
 from prl.flow.versions import Version
 from prl.sampler.replica import CommitRefused, Replica
 from prl.weights.options import WeightsOptions
@@ -23,8 +24,11 @@ class Engine:
         self.asked: list[str] = []
         self.stands = asyncio.Event()
         self.staged: dict[str, str | bool] = {}
+        self.in_flight = 0
         self.output_processor = SimpleNamespace(
-            process_outputs=None, abort_requests=None, get_num_unfinished_requests=lambda: 0
+            process_outputs=lambda outputs, timestamp: None,
+            abort_requests=None,
+            get_num_unfinished_requests=lambda: self.in_flight,
         )
         self.engine_core = SimpleNamespace(
             pause_scheduler_async=self._pause,
@@ -130,5 +134,33 @@ def test_an_engine_that_does_not_answer_does_not_keep_those_who_wait():
         await asyncio.wait_for(replica.entrance.turn(), 10)
         assert replica.closed is not None
         assert "stood still for 0.3 s" in replica.closed
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_only_requests_that_wait_in_vain_show_that_an_engine_samples_nothing(monkeypatch):
+    monkeypatch.setattr(prl.sampler.traffic, "_LOOK_S", 0.02)
+    monkeypatch.setattr(prl.sampler.traffic, "_FIRST_TOKEN_S", 0.01)
+
+    async def main() -> None:
+        engine, replica = standing()
+        engine.stands.set()
+        engine.staged = {"version": str(VERSION), "digest": str(DIGEST), "share": False}
+        silence = asyncio.create_task(replica.silence(0.1))
+        engine.in_flight = 3
+        await asyncio.sleep(0.3)  # before the first version
+        await replica.commit(VERSION, DIGEST, clear_cache=False)
+        for _ in range(20):  # each of them late, but not by the limit
+            await asyncio.sleep(0.015)
+            engine.output_processor.process_outputs(["a token"], time.monotonic())
+        await replica.receive({})  # it stands still
+        await asyncio.sleep(0.3)
+        engine.in_flight = 0
+        await replica.commit(VERSION, DIGEST, clear_cache=False)
+        await asyncio.sleep(0.3)  # nothing was asked
+        assert not silence.done()
+        engine.in_flight = 2
+        words = await asyncio.wait_for(silence, 5)
+        assert words == "vLLM's engine has sampled no token for 0.1 s (sample.no_token_s), with 2 requests in flight"
 
     asyncio.run(asyncio.wait_for(main(), 30))

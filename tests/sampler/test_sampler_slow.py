@@ -9,21 +9,26 @@ import pytest
 from answers import LONG, PROMPT, greedy_answer
 from inflight import drifting_models
 from lane_trainer import lane_trainer
-from launch import WEIGHTS, sampler
+from launch import OPTIONS, WEIGHTS, sampler
 from tiny_models import tiny_model, weights_of
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_sampler_ends_with_its_engine_and_says_so(tmp_path):
-    with sampler(tmp_path) as lab:
+SILENT = "vLLM's engine has sampled no token for 3 s (sample.no_token_s), with 1 requests in flight"
+
+
+@pytest.mark.parametrize(("blow", "words"), [("kill", "vLLM's engine died"), ("suspend", SILENT)])
+def test_a_sampler_ends_with_its_engine_and_says_so(tmp_path, blow, words):
+    """Also with one that stands still, while its server answers /health."""
+    with sampler(tmp_path, replace(OPTIONS, no_token_s=3.0)) as lab:
         lab.update(weights_of(tiny_model(1)))
         lab.stream(PROMPT, max_tokens=LONG)
         children = psutil.Process(lab.process.pid).children()
         (engine,) = [child for child in children if any("EngineCore" in word for word in child.cmdline())]
-        engine.kill()
-        assert "vLLM's engine died" in lab.failed.get(timeout=20)
-        assert lab.process.wait(20) == 1
+        getattr(engine, blow)()
+        assert words in lab.failed.get(timeout=20)
+        assert lab.process.wait(40) == 1
 
 
 def test_a_sampler_ends_on_sigterm_with_all_its_processes(tmp_path):
