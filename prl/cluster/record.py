@@ -1,6 +1,7 @@
 """An attempt's submission.json: the job that does it."""
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,11 @@ def read_record(folder: RunFolder, attempt: int) -> Record:
         nodes, chain = tuple(int(number) for number in facts["nodes"]), tuple(map(str, facts.get("chain", ())))
         job_id, host, submitted = str(facts["job_id"]), str(facts["host"]), float(facts["submitted"])
         return Record(facts["kind"], job_id, nodes, host, submitted, Path(facts["folder"]), facts.get("cluster"), chain)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: no record of a submission: prl-submit is still sending attempt {attempt}, or was killed; wait, or "
+            f"go on with prl-submit --resume {shlex.quote(str(folder))}, which looks for what may still run"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}: no record of a submission ({type(error).__name__}: {error}), so that nobody can tell whether that job "

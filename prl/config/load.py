@@ -130,11 +130,17 @@ def _apply(tree: DictConfig, override: str) -> None:
     if any(re.fullmatch(r"-\d+", part) for part in _parts(key)):
         raise ConfigError(f"--set {shown(override)}: entries of lists are counted from 0, e.g. domains.0.weight=2")
     try:
-        OmegaConf.update(tree, key, OmegaConf.from_dotlist([f"value={text}"])["value"], force_add=True)
-    except IndexError:
-        raise ConfigError(f"--set {shown(override)}: the list has no such entry; they are counted from 0") from None
+        value = OmegaConf.from_dotlist([f"value={text}"])["value"]
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError) as error:
         raise ConfigError(f"--set {shown(override)}: {in_words(error)}") from error
+    try:
+        OmegaConf.update(tree, key, value, force_add=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"--set {shown(override)}: {in_words(error)}") from error
+    except IndexError:
+        raise ConfigError(f"--set {shown(override)}: the list has no such entry; they are counted from 0") from None
+    except (TypeError, ValueError):
+        raise ConfigError(f"--set {shown(override)}: a list's entries go by number, from 0: domains.0.weight=2") from None
 
 
 def shown(value: Any) -> str:

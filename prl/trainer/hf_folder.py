@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError
 from prl.config.model_files import INDEX, WEIGHT_SUFFIXES, WEIGHTS, find_weights
 from prl.runfolder.publish import storage, sync_folder
 from prl.trainer.table import Sliced
+from prl.weights.tensor_files import write_tensors
 
 SHARD_BYTES = 2 << 30  # of a file of weights, at most, unless a single tensor is larger
 
@@ -58,10 +58,7 @@ def write_folder(
     with storage(folder):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        try:
-            _write_weights(temporary, tensors, shard_bytes)
-        except SafetensorError as error:
-            raise OSError(f"{folder}: {error}") from error
+        _write_weights(temporary, tensors, shard_bytes)
         for path in source.iterdir():
             if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and not _is_index(path):
                 shutil.copyfile(path, temporary / path.name)
@@ -91,7 +88,7 @@ def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_by
 
     def write() -> None:
         shards.append(folder / f"shard_{len(shards)}")
-        save_file(shard, shards[-1], metadata={"format": "pt"})
+        write_tensors(shards[-1], shard, {"format": "pt"})
         shard.clear()
 
     for name, tensor in tensors:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from prl.flow.versions import Version
 from prl.runfolder.publish import storage
@@ -28,6 +27,7 @@ from prl.runfolder.weights import (
 )
 from prl.weights import digest
 from prl.weights.plan import TensorSpec
+from prl.weights.tensor_files import write_tensors
 
 FILE_BYTES = 1 << 30  # of pieces in a file, at most, unless a single one is larger; so much is copied to the host at once
 
@@ -101,10 +101,7 @@ def write_pieces(
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with storage(path):
-        try:
-            save_file(dict(tensors), path)
-        except SafetensorError as error:
-            raise OSError(f"{path}: {error}") from error
+        write_tensors(path, tensors)
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -142,7 +142,9 @@ def test_what_cannot_be_seen_or_ended_from_here_is_told(run, capsys):
     assert f"is one attempt of a run, and a run folder is wanted: {run}" in capsys.readouterr().err
     run.submission(2).unlink()
     assert submit.main(["--cancel", "runs/one"]) == 2
-    assert f"{run.submission(2)}: no record of a submission" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"{run.submission(2)}: no record of a submission: prl-submit is still sending attempt 2, or was killed" in told
+    assert f"prl-submit --resume {run}, which looks for what may still run" in told
 
 
 def test_ctrl_c_while_a_job_is_followed_leaves_it_running(run, monkeypatch):

@@ -113,6 +113,13 @@ def test_overrides_that_do_not_fit_are_named(tmp_path, override):
     assert override in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["domains.first.weight", "domains.name", "domains[x]"])
+def test_an_entry_of_a_list_that_is_named_and_not_numbered_is_told_as_that(tmp_path, key):
+    with pytest.raises(ConfigError) as caught:
+        load(written(tmp_path, GOOD), [f"{key}=1"])
+    assert str(caught.value) == f"--set '{key}=1': a list's entries go by number, from 0: domains.0.weight=2"
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

@@ -28,6 +28,7 @@ from prl.runfolder.weights import (
 from prl.weights.digest import digest, slab, total
 from prl.weights.folder import Slab, VersionReader, write_pieces, write_version
 from prl.weights.plan import TensorSpec
+from prl.weights.tensor_files import write_tensors
 from prl.weights.transport import spec_of
 
 VERSION = Version(1, 12)
@@ -232,3 +233,16 @@ def test_a_name_that_shows_late_is_waited_for(tmp_path):
     later.start()
     assert read_version(tmp_path, VERSION, wait_s=20.0).digest == digest(tensors())
     later.join()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o027, 0o640), (0o077, 0o600)])
+def test_files_of_versions_and_models_are_readable_to_whom_the_umask_lets_in(tmp_path, umask, mode):
+    """In a run that is shared with a group, the umask lets that in; safetensors alone never would."""
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path / "new", tensors())
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == mode
+    with safe_open(tmp_path / "new", framework="pt") as file:
+        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors().items())
