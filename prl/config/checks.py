@@ -1,5 +1,6 @@
 """Checks over several keys, and of what the keys name: all problems at once, each with its key, its value and what to do."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -175,12 +176,14 @@ def _parts(config: Config) -> Iterator[str]:
 
 
 def _is_redis_address(url: str) -> bool:
-    """Whether it names a host, with a port or without, or the path of a socket."""
+    """Whether it names a host, with a port and a database's number or without, or the path of a socket."""
     try:
         parts = urlsplit(url)
-        return (
-            parts.scheme in REDIS_SCHEMES and parts.port != 0 and bool(parts.path if parts.scheme == "unix" else parts.hostname)
-        )
+        if parts.scheme == "unix":
+            return bool(parts.path)
+        # redis-py takes database 0 for a path that is no number.
+        is_database = re.fullmatch(r"/?|/\d+", parts.path) is not None
+        return parts.scheme in REDIS_SCHEMES and parts.port != 0 and bool(parts.hostname) and is_database
     except ValueError:  # brackets that are not closed, a port that is no number or too large
         return False
 

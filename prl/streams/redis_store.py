@@ -140,8 +140,11 @@ class _Server:
         while True:
             try:
                 return getattr(self._client, command)(*arguments, **named)
-            except redis.AuthenticationError:  # a ConnectionError, too
-                raise
+            except redis.AuthenticationError as error:  # a ConnectionError, too
+                raise redis.AuthenticationError(
+                    f"Redis at {self._url} lets nobody in with this password, or without one ({error}): have "
+                    "streams.redis.password_file name a file with the server's"
+                ) from error
             except redis.OutOfMemoryError as error:
                 raise RedisFull(
                     f"Redis at {self._url} has no room left: all of its maxmemory is used. Set that higher (CONFIG SET "

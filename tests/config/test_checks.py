@@ -215,7 +215,15 @@ def test_redis_needs_one_server(good, tmp_path):
         (RedisOptions(url="host:6379"), "streams.redis.url = host:6379: is no address of a Redis server; write e.g. redis://"),
         *(
             (RedisOptions(url=url), f"streams.redis.url = {url}: is no address of a Redis server")
-            for url in ("nonsense", "redis://", "redis://[::1/0", "redis://host:99999", "redis://host:x", "unix://")
+            for url in (
+                "nonsense",
+                "redis://",
+                "redis://[::1/0",
+                "redis://host:99999",
+                "redis://host:x",
+                "redis://host/x",
+                "unix://",
+            )
         ),
         (RedisOptions(url="redis://:secret@host:6379/0"), "streams.redis.url: holds a password, which logs would show"),
         (

@@ -186,7 +186,8 @@ def test_nobody_gets_in_without_the_password(run):
         writer = open_writer(run, "a", "run", 1, options())
         writer.append(make_group(0, RNG))
         create_token(run.token)
-        with pytest.raises(redis.AuthenticationError):
+        where = f"Redis at redis://127.0.0.1:{port}/0 lets nobody in with this password"
+        with pytest.raises(redis.AuthenticationError, match=f"^{where}.*have streams.redis.password_file name a file"):
             open_writer(run, "a", "run", 1, options())
         arguments = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
         assert writer is not None
