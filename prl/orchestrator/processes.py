@@ -108,7 +108,8 @@ class ProcessDesk:
         return self._expected <= self._joined_keys()
 
     def missing(self) -> str:
-        return "these processes to join: " + ", ".join(f"{r} {i}" for r, i in sorted(self._expected - self._joined_keys()))
+        late = ", ".join(f"{role} {index}" for role, index in sorted(self._expected - self._joined_keys()))
+        return f"these processes to join: {late} (see the ends of their logs; control.start_s says how long they may take)"
 
     def doing(self) -> str:
         """What everyone is doing, in words."""
