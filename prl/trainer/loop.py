@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -53,7 +54,7 @@ def run(child: Child, client: ThreadedClient) -> None:
 
     engine, step = _start_engine(child, client, resumes=begins["resumes"])
     client.join({})
-    weights = WeightsOut(
+    out = WeightsOut(
         engine,
         client if leader else None,
         channel,
@@ -65,15 +66,15 @@ def run(child: Child, client: ThreadedClient) -> None:
         folder=child.run.weights,
         start_s=config.control.start_s,
     )
-    weights.publish(step)
-    saver = Saver(child, client, channel, engine, step if begins["resumes"] else None)
-    step, leaves = _train(child, client, engine, channel, weights, saver, step)
-    saver.finish(step)
-    if not leaves:
-        _export(child, client, engine, step)
-    if leader:
-        client.call("finished", {"step": step}, deadline_s=config.control.wait_s, reason=f"version {step} is saved")
-    weights.close()
+    with closing(out) as weights:  # also where it fails: whoever ends while a thread of its waits for the others' store aborts
+        weights.publish(step)
+        saver = Saver(child, client, channel, engine, step if begins["resumes"] else None)
+        step, leaves = _train(child, client, engine, channel, weights, saver, step)
+        saver.finish(step)
+        if not leaves:
+            _export(child, client, engine, step)
+        if leader:
+            client.call("finished", {"step": step}, deadline_s=config.control.wait_s, reason=f"version {step} is saved")
     channel.barrier()
     stop_groups()
 
