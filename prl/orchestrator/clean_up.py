@@ -123,9 +123,18 @@ def _namespace() -> str:
     return os.readlink("/proc/self/ns/pid")
 
 
+def _is_of(run: Path, folder: Path) -> bool:
+    """Not where its children write to logs of another run: of a job that has the same number in another cluster, whose node has
+    its temporary files here, too."""
+    remains = _read(folder)
+    return remains is None or all(Path(group.log).is_relative_to(run.resolve()) for group in remains.groups)
+
+
 def main() -> None:
+    run = Path(os.environ["PRL_RUN"])
     for folder in _own(prefix(os.environ["SLURM_JOB_ID"], os.environ["SLURM_PROCID"])):
-        clean(folder)
+        if _is_of(run, folder):
+            clean(folder)
 
 
 if __name__ == "__main__":

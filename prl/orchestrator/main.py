@@ -70,6 +70,7 @@ class Orchestrator:
             plan,
             token,
             work=lambda: self._work,
+            leaving=lambda: self.shutdown.leaving,
             on_change=self._journal.samplers_changed,
             on_committed=self._committed,
             on_error=self._update_failed,

@@ -1,5 +1,6 @@
 """The samplers' side of an attempt, put together: who of them serves, which versions of the trainer's they get, and how."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from prl.orchestrator.updates import Committed, UpdateError, WeightUpdater
 from prl.orchestrator.work import Work
 from prl.runfolder.paths import RunFolder
 
+log = logging.getLogger(__name__)
+
 
 class Samplers:
     def __init__(
@@ -25,14 +28,16 @@ class Samplers:
         token: str,
         *,
         work: Callable[[], Work],
+        leaving: Callable[[], bool],
         on_change: Callable[[Membership, str], None],
         on_committed: Callable[[Committed], None],
         on_error: Callable[[UpdateError], None],
     ) -> None:
-        """`on_change`: the membership, and what happened in words; `on_committed`: each time that samplers serve a version,
-        also one that was sent again."""
+        """`leaving`: Slurm takes the nodes away; `on_change`: the membership, and what happened in words; `on_committed`: each
+        time that samplers serve a version, also one that was sent again."""
         self._options = config.run
         self._work = work
+        self._leaving = leaving
         self._on_committed = on_committed
         self._last: Version | None = None  # that the dispatcher knows of
         replicas = sum(child.role == "sampler" for child in plan.children)
@@ -111,10 +116,18 @@ class Samplers:
 
     async def _offer_version(self, member: Member, body: Mapping[str, Any]) -> Answer:
         """In conventional mode samplers get the first version of a lineage and those that end a generation; a replay has none.
-        A run that leaves its nodes has no time for it."""
+        A run that leaves its nodes has no time for it, and its samplers may refuse it: Slurm ends their engines with all else.
+        The trainer is to save the step all the same."""
+        nobody = {"epoch": int(body["epoch"]), "world_size": 0, "send": False}
         if self._work().steps.leaving or not self._is_sent(int(body["step"])):
-            return {"epoch": int(body["epoch"]), "world_size": 0, "send": False}
-        return await self._updater.offer(body, newer_comes=not self._must_arrive(int(body["step"])))
+            return nobody
+        try:
+            return await self._updater.offer(body, newer_comes=not self._must_arrive(int(body["step"])))
+        except ValueError as error:
+            if not self._leaving():
+                raise
+            log.warning("no version goes to the samplers any more: %s", error)
+            return nobody
 
     def _must_arrive(self, step: int) -> bool:
         """Whether a version may not be passed over for a newer one: there is none, or it is to be evaluated, or it is the first

@@ -168,15 +168,18 @@ def test_of_a_time_before_the_systems_last_start_only_files_are_left(agent):
     assert [path.exists() for path in paths] == [False, True, False]
 
 
-def test_a_failed_job_cleans_up_after_its_own_agents_alone(agent):
+def test_a_failed_job_cleans_up_after_its_own_agents_alone(agent, tmp_path):
+    """Another cluster's nodes may be this one's, too, and its job 77 another run's."""
     _, group, paths = agent
 
-    def run(job, task):
+    def run(job, task, folder=tmp_path):
         command = [sys.executable, "-m", "prl.orchestrator.clean_up"]
-        subprocess.run(command, env={**os.environ, "SLURM_JOB_ID": job, "SLURM_PROCID": task}, check=True, timeout=60)
+        environment = {**os.environ, "SLURM_JOB_ID": job, "SLURM_PROCID": task, "PRL_RUN": str(folder)}
+        subprocess.run(command, env=environment, check=True, timeout=60)
 
     run("7", "0")
     run("77", "1")
+    run("77", "0", tmp_path / "another")
     assert is_there(group)
     run("77", "0")
     assert not is_there(group)

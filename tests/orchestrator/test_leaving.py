@@ -113,6 +113,27 @@ def test_a_version_that_samplers_refuse_ends_a_run_but_not_one_that_leaves(tmp_p
     run(tmp_path / "run", scenario)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_trainer_whose_version_samplers_refuse_goes_on_to_save_where_the_run_leaves(tmp_path, monkeypatch, leaves):
+    async def scenario(rig):
+        async def refused(*_, **__):
+            raise ValueError("sampler 0 refused receive")
+
+        monkeypatch.setattr(rig.orchestrator._samplers._updater, "offer", refused)
+        if leaves:
+            rig.orchestrator.shutdown.expect_deaths()
+        body = {"epoch": 3, "step": 0, "lineage": 0}
+        offered = rig.orchestrator._samplers._offer_version(None, body)
+        if leaves:
+            assert await offered == {"epoch": 3, "world_size": 0, "send": False}
+        else:
+            with pytest.raises(ValueError, match="sampler 0 refused receive"):
+                await offered
+        rig.orchestrator.shutdown.leave("Slurm ends the job with SIGTERM", "preempted")
+
+    run(tmp_path / "run", scenario)
+
+
 @pytest.mark.parametrize("reason", ["preempted", "time limit", "cancelled"])
 def test_a_child_that_slurm_ended_before_this_process_knew_why_is_no_cause(tmp_path, monkeypatch, reason):
     monkeypatch.setattr(shutdown, "GATHER_CAUSES_S", 0.1)

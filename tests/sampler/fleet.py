@@ -62,6 +62,7 @@ class Fleet:
             plan,
             token,
             work=lambda: work,
+            leaving=lambda: False,
             on_change=lambda membership, words: self.words.append(words),
             on_committed=self.committed.append,
             on_error=self.errors.append,
