@@ -253,10 +253,15 @@ node_pids() { # every process of a node: daemon, steps, tasks and what they star
   fi
 }
 
+# All at once, as it is when the power goes: whoever saw others die could still say so, or start something. So they are stopped
+# before, until there is nobody new.
 kill_node() {
-  local pids
-  pids=$(node_pids "$1")
-  [ -z "$pids" ] || kill -9 $pids 2>/dev/null # one word a process
+  local pids='' found
+  while found=$(node_pids "$1"); [ "$found" != "$pids" ]; do
+    pids=$found
+    [ -z "$pids" ] || kill -STOP $pids 2>/dev/null # one word a process
+  done
+  [ -z "$pids" ] || kill -9 $pids 2>/dev/null
   return 0
 }
 
