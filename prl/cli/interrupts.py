@@ -13,13 +13,16 @@ class Cancelled(Exception):
 
 class Interrupts:
     """While entered, the first of the signals raises Cancelled; those after it count for nothing: the run is ending already,
-    and its grace has a limit. A hang-up that is ignored (nohup) stays so."""
+    and its grace has a limit. A hang-up that is ignored (nohup) stays so.
+
+    Python raises it in whatever the program is at, which may be a finaliser or a callback of an import, where exceptions are
+    lost; so who goes on for long has to `check`, too, and who ends the run says so (`heed`)."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._held = False
-        self._pending: int | None = None
-        self._raised = False
+        self._asked: int | None = None  # the first of the signals
+        self._heeded = False
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -41,17 +44,15 @@ class Interrupts:
             self._held = False
 
     def check(self) -> None:
-        """Raises Cancelled where a signal came while they were held."""
-        if self._pending is not None:
-            self._raise(self._pending)
+        """Raises Cancelled where a signal came that nobody has heeded."""
+        if self._asked is not None and not self._heeded:
+            raise Cancelled("Ctrl-C" if self._asked == signal.SIGINT else signal.Signals(self._asked).name)
+
+    def heed(self) -> None:
+        """What was asked for is being done."""
+        self._heeded = True
 
     def _take(self, number: int, _: FrameType | None) -> None:
-        if self._held:
-            self._pending = number
-        else:
-            self._raise(number)
-
-    def _raise(self, number: int) -> None:
-        if not self._raised:
-            self._raised = True
-            raise Cancelled("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        first, self._asked = self._asked is None, self._asked or number
+        if first and not self._held:
+            self.check()

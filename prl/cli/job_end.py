@@ -1,6 +1,7 @@
 """A job from its start to its end: progress, the cause of its end, and what to do next."""
 
 import shlex
+from collections.abc import Callable
 
 from prl.cli import console
 from prl.cli.ending import explain, full_filesystem
@@ -19,18 +20,23 @@ BATCH_LINES = 5  # of what a batch script said
 CHAIN_LOOK_S = 1.0  # between two looks for the next attempt
 
 
-def follow_job(job: Submission, config: Config) -> int:
+def follow_job(job: Submission, config: Config, check: Callable[[], None]) -> int:
     """Show progress to the end, also of the attempts that the job begins once Slurm has put it into the queue again, or another
-    job of its chain; the run's exit code."""
-    outcome = follow(job.run, job.attempt, config, lambda wait_s: job.ended(wait_s) or _begun_after(job) is not None)
+    job of its chain; the run's exit code. `check` raises Cancelled where the user wants to leave."""
+
+    def ended(wait_s: float) -> bool:
+        check()
+        return job.ended(wait_s) or _begun_after(job) is not None
+
+    outcome = follow(job.run, job.attempt, config, ended)
     how = "ended without a word" if outcome is None else f"{outcome.outcome}: {console.printable(outcome.cause)}"
     later = _begun_after(job)
     if later is None and job.followers and (outcome is None or outcome.next == "chain"):
         print(f"attempt {job.attempt} {how}; waiting for the next job of the chain", flush=True)
-        later = _wait_for_chain(job)
+        later = _wait_for_chain(job, check)
     if later is not None:
         print(f"attempt {job.attempt} {how}; job {later.job_id} goes on as attempt {later.attempt}", flush=True)
-        return follow_job(later, config)
+        return follow_job(later, config, check)
     left = job.end_rest(config.control.stop_s)  # a killed job leaves processes behind
     if left:
         console.tell(f"{KILLED}; it left {left} processes, which were ended")
@@ -45,10 +51,11 @@ def _begun_after(job: Submission) -> Submission | None:
     return reopen(job.run, later)
 
 
-def _wait_for_chain(job: Submission) -> Submission | None:
+def _wait_for_chain(job: Submission, check: Callable[[], None]) -> Submission | None:
     """The next attempt, once one of the jobs behind this one has begun it; None where they all have ended without."""
     for waiting in job.behind():
         while not waiting.ended(CHAIN_LOOK_S):
+            check()
             if (later := _begun_after(job)) is not None:
                 return later
     return _begun_after(job)

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -23,9 +23,9 @@ from prl.runfolder.paths import RunFolder, run_of_attempt
 LEFT = 130  # exit code of a command that follows a job and is interrupted; the job goes on
 
 
-def show_status(path: str, *, follow: bool) -> int:
-    """Print the state of a run's latest attempt, and with `follow` its progress to its end; the exit code. Raises ConfigError,
-    ProgramError, SubmissionError and, with `follow`, OutcomeError."""
+def show_status(path: str, follow: Callable[[], None] | None) -> int:
+    """Print the state of a run's latest attempt, and with `follow` its progress to its end (it raises Cancelled where the user
+    wants to leave); the exit code. Raises ConfigError, ProgramError, SubmissionError and, with `follow`, OutcomeError."""
     run, attempt, record = _latest(path)
     print(f"run {run}, attempt {attempt}, {_job(record)}")
     if record.kind == "local":
@@ -41,11 +41,11 @@ def show_status(path: str, *, follow: bool) -> int:
         print(f"  {_end(run, attempt, rows)}", flush=True)
     for job_id in record.followers:
         print(f"  behind it in the chain: job {job_id} {_words_of(job_rows(job_id))}", flush=True)
-    if not follow:
+    if follow is None:
         return 0
     job = reopen(run, attempt)
     try:
-        return follow_job(job, load(run.config))
+        return follow_job(job, load(run.config), follow)
     except Cancelled as reason:
         return leave_running(run, reason)
 

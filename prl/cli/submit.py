@@ -75,7 +75,7 @@ def _main(options: argparse.Namespace, interrupts: Interrupts) -> int:
         if options.cancel is not None:
             return cancel(options.cancel)
         if options.status is not None:
-            return show_status(options.status, follow=options.follow)
+            return show_status(options.status, interrupts.check if options.follow else None)
         return _run(options, interrupts)
     except ConfigError as error:
         console.refuse("prl-submit", *error.args)
@@ -205,16 +205,18 @@ def _submit(
     told = False
     try:
         resume = options.resume is not None
-        with interrupts.held(), undone_on_error(config, folder, attempt, resume=resume):
-            interrupts.check()
-            job = submission.submit(config, split, folder, attempt, run_node, str(folder))
+        with interrupts.held():
+            with undone_on_error(config, folder, attempt, resume=resume):
+                interrupts.check()
+                job = submission.submit(config, split, folder, attempt, run_node, str(folder))
+            _record_start(config, folder, attempt)
         interrupts.check()
-        _record_start(config, folder, attempt)
         if job.kind != "local":
             tell_next_steps(job)
             told = True
-        return follow_job(job, config) if job.kind == "local" or options.follow else 0
+        return follow_job(job, config, interrupts.check) if job.kind == "local" or options.follow else 0
     except Cancelled as reason:
+        interrupts.heed()
         if job is None:
             raise
         if told:

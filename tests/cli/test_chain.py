@@ -170,7 +170,7 @@ def test_a_chain_is_followed_over_its_jobs_to_the_end_of_the_run(run, programs, 
             Outcome("done", "all steps are trained", "done", "stop", "done", code=0).write(run.exit(3))
 
     first.sleep = begins
-    assert follow_job(first, config) == 0
+    assert follow_job(first, config, lambda: None) == 0
     said = capsys.readouterr().out
     assert "attempt 1 left: the time limit is near; waiting for the next job of the chain\n" in said
     assert "attempt 1 left: the time limit is near; job 65 goes on as attempt 2\n" in said
@@ -182,7 +182,7 @@ def test_a_chain_is_followed_over_its_jobs_to_the_end_of_the_run(run, programs, 
 def test_a_chain_whose_other_jobs_were_cancelled_is_not_waited_for(run, programs, capsys):
     programs()
     LEFT.write(run.exit(1))
-    assert follow_job(reopen(run, 1), load(run.config)) == 75
+    assert follow_job(reopen(run, 1), load(run.config), lambda: None) == 75
     assert "left: the time limit is near (exit code 75)" in capsys.readouterr().err
 
 
@@ -190,5 +190,5 @@ def test_a_chain_whose_other_jobs_were_cancelled_is_not_waited_for(run, programs
 def test_a_run_that_has_ended_is_not_followed_any_further_though_jobs_of_its_chain_still_wait(run, programs, capsys, reason):
     programs(squeue=queue({"65": ("PENDING", "Dependency"), "67": ("PENDING", "Dependency")}))
     Outcome("failed" if reason == "error" else "done", "the cause", reason, "stop", reason, code=1).write(run.exit(1))
-    assert follow_job(reopen(run, 1), load(run.config)) == 1
+    assert follow_job(reopen(run, 1), load(run.config), lambda: None) == 1
     assert "the cause (exit code 1)" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """What prl-submit writes for a job that ended without a word, on filesystems that are full, too."""
 
+import contextlib
 import json
 import os
 import signal
@@ -106,7 +107,19 @@ def test_a_signal_is_raised_once_and_not_while_held():
         with pytest.raises(Cancelled, match="SIGTERM"):
             interrupts.check()
         signal.raise_signal(signal.SIGINT)  # the second
+        interrupts.heed()
+        interrupts.check()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_whose_exception_is_lost_is_raised_by_the_next_check():
+    """As in a finaliser: Python says there that it ignores the exception."""
+    with Interrupts() as interrupts:
+        interrupts.check()
+        with contextlib.suppress(Cancelled):
+            signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(Cancelled, match="SIGHUP"):
+            interrupts.check()
 
 
 def test_a_hang_up_that_is_ignored_stays_ignored():

@@ -77,7 +77,7 @@ def test_a_job_that_slurm_starts_again_is_followed_to_the_end_of_its_last_attemp
         run.plan(attempt - 1).write_text("{}")
         assert begin(run, "63")[0] == attempt
     Outcome("done", "all steps are trained", code=0).write(run.exit(4))
-    assert follow_job(first, config) == 0
+    assert follow_job(first, config, lambda: None) == 0
     said = capsys.readouterr()
     assert "attempt 2 left: the time limit is near; job 63 goes on as attempt 3\n" in said.out
     assert "attempt 3 failed: error: the first process ended without a word; " in said.out
@@ -90,7 +90,7 @@ def test_a_job_that_slurm_starts_again_is_followed_to_the_end_of_its_last_attemp
     facts = json.loads(run.submission(4).read_text())
     run.submission(4).write_text(json.dumps(facts | {"job_id": "70"}))  # somebody has gone on with the run by another job
     Outcome("failed", "sampler 3 is gone", code=1).write(run.exit(3))
-    assert follow_job(first, config) == 1
+    assert follow_job(first, config, lambda: None) == 1
     assert "failed: sampler 3 is gone (exit code 1)" in capsys.readouterr().err
 
 
