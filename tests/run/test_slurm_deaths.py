@@ -53,6 +53,8 @@ def test_a_run_goes_on_after_a_preemption_and_after_the_loss_of_each_node(tmp_pa
         _, sampler = run.hosts(2)
         lab_cluster.to_node("kill-node", sampler)
         assert said(run.ended(2)) == ("failed", "node failure", "requeue")
+        # Slurm would end an attempt that has begun when it notices.
+        lab_cluster.wait_until(lambda: sampler in lab_cluster.nodes_that_are("down"), 120, lambda: lab_cluster.slurm("sinfo"))
         lab_cluster.to_node("start-node", sampler)
 
         wait_for_steps(run, 3)
