@@ -33,8 +33,8 @@ def said(outcome):
 
 
 def next_that_trains(run: LabRun, after: int) -> int:
-    """The attempt that goes on. Slurm may end one that has begun on a node which came back: what it could not tell the node while
-    that was gone, it tells it then. Such attempts are put into the queue again."""
+    """The attempt that goes on. Slurm may end one that has begun on a node which came back: what it could not tell that node
+    before, it tells it then. Such attempts are put into the queue again."""
 
     def found() -> list[int]:
         return [attempt for attempt in run.folder.attempts() if attempt > after and len(steps(run, attempt)) >= 3]
