@@ -16,13 +16,14 @@ from prl.weights.plan import schedule
 
 
 def test_a_transfer_that_breaks_off_is_reported_and_a_new_epoch_mends_it(lab, models):
+    lab.connect()
     lab.update(weights_of(models[0]))
     assert lab.offer(weights_of(models[1])).status == 200
     lab.trainer.close()
     report = lab.staged.get(timeout=30)
     assert report["step"] == lab.step
     assert "bucket 1 of 1 from the trainer" in report["error"]
-    assert (report["missing"], report["halt"]["reached"], report["halt"]["overdue"]) == ([], 1, False)
+    assert (report["missing"], report["halt"]["reached"], report["halt"]["overdue"]) == ([], 2, False)
     assert lab.offer(weights_of(models[1])).status == 200  # and without a new epoch
     assert "no group for version" in lab.staged.get(timeout=30)["error"]
     assert lab.generate(PROMPT, max_tokens=3).result(30).status == 200
