@@ -62,6 +62,10 @@ class RedisFull(EndsRun):
     """The server is at its maxmemory."""
 
 
+class RedisEvicts(EndsRun):
+    """The server would throw away what it has acknowledged."""
+
+
 class RedisForgot(EndsRun):
     """The server has lost what it had acknowledged."""
 
@@ -115,7 +119,20 @@ class _Server:
             socket_connect_timeout=_ANSWER_S,
             retry=ONCE,
         )
+        self._check_policy()
         self._mark = self._found_mark()
+
+    def _check_policy(self) -> None:
+        """Raises RedisEvicts. Policies of volatile keys evict none of prl's, which never expire; servers of other makes may not
+        say."""
+        memory = self.ask("info", "memory")
+        policy = str(memory.get("maxmemory_policy"))
+        if int(memory.get("maxmemory", 0)) and policy.startswith("allkeys"):
+            raise RedisEvicts(
+                f"Redis at {self._url} throws away what it holds once its maxmemory is used (maxmemory-policy {policy}), "
+                "rollouts that nobody has read among it: have it refuse what is too much (CONFIG SET maxmemory-policy "
+                "noeviction, which its other users should know of), or use a server of the run's own (streams.redis.start)"
+            )
 
     def _found_mark(self) -> bytes:
         """What the run has left in the server: drawn by the first of its processes, and gone with everything else."""

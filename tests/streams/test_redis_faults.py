@@ -22,7 +22,7 @@ from prl.streams.files import StreamError
 from prl.streams.opening import open_reader, open_writer
 from prl.streams.options import RedisOptions, StreamsOptions
 from prl.streams.redis_server import RedisServer, RedisServerError
-from prl.streams.redis_store import ONCE, RedisForgot, RedisFull, RedisUnsaved
+from prl.streams.redis_store import ONCE, RedisEvicts, RedisForgot, RedisFull, RedisUnsaved
 
 pytestmark = [pytest.mark.redis, pytest.mark.deadline(60)]
 RNG = np.random.default_rng(0)
@@ -63,6 +63,34 @@ def test_a_server_without_room_is_told_to_who_starts(redis_run):
             writer.append(make_group(0, RNG))
         with pytest.raises(RedisFull, match="maxmemory"):  # an actor that starts again
             open_writer(redis_run, "b", "run", 1, STREAMS)
+
+
+@pytest.mark.parametrize(
+    ("limit", "policy", "evicts"),
+    [
+        ("100mb", "allkeys-lru", True),
+        ("100mb", "allkeys-random", True),
+        ("100mb", "volatile-ttl", False),
+        ("0", "allkeys-lru", False),
+    ],
+)
+def test_a_server_that_would_evict_rollouts_is_refused(redis_run, limit, policy, evicts):
+    with client_of(redis_run) as client:
+        client.config_set("maxmemory", limit)
+        client.config_set("maxmemory-policy", policy)
+        try:
+            if not evicts:
+                assert open_reader(redis_run, "run", 1, STREAMS).entries() == []
+                return
+            for begin in (
+                lambda: open_writer(redis_run, "a", "run", 1, STREAMS),
+                lambda: open_reader(redis_run, "run", 1, STREAMS),
+            ):
+                with pytest.raises(RedisEvicts, match=rf"redis://127\.0\.0\.1:\d+/0 throws away .*{policy}.* noeviction"):
+                    begin()
+        finally:
+            client.config_set("maxmemory", "0")
+            client.config_set("maxmemory-policy", "noeviction")
 
 
 def test_a_server_without_room_keeps_no_unreadable_entry_and_goes_on(redis_run, caplog):
