@@ -1,6 +1,7 @@
 """From numpy to Arrow and back without a Python list in between."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,7 @@ def list_array(pieces: Sequence[Array], dtype: type[np.generic], offsets: npt.ND
     """One list a piece. `offsets`: where they begin, where that is known."""
     if offsets is None:
         offsets = offsets_of(list(map(len, pieces)))
-    memory = pa.allocate_buffer(int(offsets[-1]) * np.dtype(dtype).itemsize)  # is used again, which costs less than new
-    values = np.frombuffer(memory, dtype)
+    values = np.empty(int(offsets[-1]), dtype)  # numpy's memory is used again, file after file; Arrow's is given back
     if pieces:
         np.concatenate(pieces, out=values, casting="same_kind")
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
@@ -62,6 +62,11 @@ def strings(column: pa.DictionaryArray, rows: Array | None = None) -> list[str]:
     values = column.dictionary.to_pylist()
     indices = column.indices.to_numpy()
     return [values[index] for index in (indices if rows is None else indices[rows]).tolist()]
+
+
+def all_finite(values: Array) -> bool:
+    """The sum of the squares tells, in less than half the time, unless it overflows."""
+    return math.isfinite(values.dot(values)) or bool(np.isfinite(values).all())
 
 
 def has_nulls(array: pa.Array) -> bool:

@@ -70,9 +70,12 @@ class Group:
 
     def payload_bytes(self) -> int:
         """Of its token ids, log-probs and routings, which is nearly all of it."""
-        turns = [turn for rollout in self.rollouts for turn in rollout.turns]
-        routed = sum(t.routings.nbytes for t in turns if t.routings is not None)
-        return routed + sum(4 * (len(t.prompt_ids) + 2 * len(t.output_ids)) for t in turns)
+        total = 0
+        for rollout in self.rollouts:
+            for prompt_ids, output_ids, _, _, _, _, _, _, routings in rollout.turns:
+                total += 4 * (len(prompt_ids) + 2 * len(output_ids))
+                total += 0 if routings is None else routings.nbytes
+        return total
 
 
 @dataclass(frozen=True, slots=True)

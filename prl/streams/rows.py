@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from prl.flow.versions import Version
-from prl.streams.arrays import Array, flat, has_nulls, pieces, strings
+from prl.streams.arrays import Array, all_finite, flat, has_nulls, pieces, strings
 from prl.streams.files import StreamError
 from prl.streams.records import NO_METRICS, Float32, Group, Int16, Int32, Rollout, Turn, VersionSpan
 from prl.streams.rollouts import SCHEMA
@@ -105,7 +105,7 @@ def _check_values(column: Mapping[str, Any], tokens: Sequence[Array], logprobs: 
     numbers += [versions.field(name).to_numpy() for name in ("lineage", "step")]
     if any(values.min(initial=0) < 0 for values in (*numbers, *tokens)):
         raise StreamError(f"{where}: an id, a token or a version is below 0")
-    if not (np.isfinite(column["reward"].to_numpy()).all() and np.isfinite(logprobs).all()):
+    if not (all_finite(column["reward"].to_numpy()) and all_finite(logprobs)):
         raise StreamError(f"{where}: a reward or a log-prob is not finite")
 
 
