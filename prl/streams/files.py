@@ -203,8 +203,8 @@ def read_published(
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
     """What `make` makes of a published file, once its size is right. On a shared filesystem a new name may show late on other
-    nodes: for up to `wait_s` the parent is listed (which refreshes what the node believes) and the file opened again; a wait
-    worth a word is logged. Raises StreamError, also where the disk fails; other OSErrors as they are."""
+    nodes: for up to `wait_s` it is polled, each time by one listing of its parent (which refreshes what the node believes) and
+    one opening; a wait worth a word is logged. Raises StreamError, also where the disk fails; other OSErrors as they are."""
     began, told = clock(), False
     while True:
         try:

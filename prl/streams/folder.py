@@ -93,8 +93,10 @@ class FolderSource:
 
 
 def rollout_files(run: RunFolder) -> dict[str, list[StreamFile]]:
-    """Writer to its finished files, by attempt and sequence: one listing for the writers, one for the files of each. Whatever
-    else lies there, links among it, is passed over. Raises OSError."""
+    """Writer to its finished files, by attempt and sequence: one listing for the writers, one for the files of each. Once an
+    attempt somebody lets go of what earlier ones left, once a checkpoint somebody reclaims what lies behind it. Nobody waits
+    for rollouts in this way: new files are announced, and a late name is polled for by itself (see `read_published`).
+    Whatever else lies there, links among it, is passed over. Raises OSError."""
     try:
         with os.scandir(run.rollouts) as entries:
             writers = sorted(e.name for e in entries if is_writer(e.name) and e.is_dir(follow_symlinks=False))

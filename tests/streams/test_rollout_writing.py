@@ -2,6 +2,8 @@
 
 import errno
 import os
+import stat
+import threading
 
 import numpy as np
 import pytest
@@ -120,43 +122,54 @@ def test_a_stale_folder_that_cannot_be_opened_again_stays_open(tmp_path, monkeyp
 
 
 class Calls:
-    """Counts what a filesystem's metadata server is asked."""
+    """Counts what a folder's metadata server is asked."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch, folder) -> None:
         self.made: list[str] = []
+        self._folder = str(folder)
         for name in ("open", "rename", "fsync", "mkdir", "stat", "lstat", "unlink", "listdir", "scandir", "link"):
             monkeypatch.setattr(os, name, self._counting(name, getattr(os, name)))
 
     def _counting(self, name, call):
-        def counted(*arguments, **named):
-            data = name == "fsync" and not os.path.isdir(f"/proc/self/fd/{arguments[0]}")  # data, not metadata
-            if not data:
+        def counted(at, *arguments, **named):
+            folder = name == "fsync" and stat.S_ISDIR(os.fstat(at).st_mode)  # a file's is about data
+            if folder or str(at).startswith(self._folder):
                 self.made.append(name)
-            return call(*arguments, **named)
+            return call(at, *arguments, **named)
 
         return counted
 
     def take(self) -> list[str]:
         made, self.made = self.made, []
-        return [name for name in made if name != "stat"]  # os.path.isdir above asks that, of /proc
+        return made
 
 
-@pytest.mark.parametrize("writers", [1, 4])
+@pytest.mark.parametrize("writers", [1, 16])
 def test_metadata_operations(tmp_path, monkeypatch, writers):
-    """Of each file, and of a listing: one for the writers, and one for the files of each, however many those are."""
-    rng, run = np.random.default_rng(0), RunFolder(tmp_path)
-    opened = [open_writer(run, f"actor_{number}", "run", 1, StreamsOptions()) for number in range(writers)]
+    """Of each file written, of each announced one read, of each poll for a name that shows late, and of the listing at a
+    resume."""
+    rng, run, rename = np.random.default_rng(0), RunFolder(tmp_path), os.rename
+    opened = [open_writer(run, f"actor_{number:02d}", "run", 1, StreamsOptions()) for number in range(writers)]
     reader = open_reader(run, "run", 1, StreamsOptions())
-    calls = Calls(monkeypatch)
+    calls = Calls(monkeypatch, tmp_path)
     published = []
-    for number in range(3 * writers):
-        writer = opened[number // 3]
+    for number in range(2 * writers):
+        writer = opened[number // 2]
         writer.append(make_group(number, rng))
         published += writer.flush()
         assert calls.take() == ["open", "rename", "fsync"]
     for number, entry in enumerate(published):
         reader.read(entry)
-        assert calls.take() == [*(["lstat"] if number % 3 == 0 else []), "open"]  # a writer's folder is looked at once
+        assert calls.take() == [*(["lstat"] if number % 2 == 0 else []), "open"]  # a writer's folder is looked at once
+    late, hidden = tmp_path / published[-1].name, tmp_path / "late"
+    rename(late, hidden)
+    shows = threading.Timer(0.4, rename, (hidden, late))
+    shows.start()
+    reader.read(published[-1], wait_s=60.0)
+    shows.join()
+    first, *polls = calls.take()
+    assert (first, polls) == ("open", ["listdir", "open"] * (len(polls) // 2))
+    assert len(polls) >= 2 * 2  # in 0.4 s, one every 0.05 to 0.15 s
     assert reader.entries() == published
     assert calls.take() == ["scandir", *["listdir"] * writers]
 
