@@ -5,8 +5,8 @@
 4,000 rollouts of log-normal length (mean 1,453 tokens) in 250 groups: token ids, log-probs, a reward each. Every way writes 64
 groups at a time, makes them durable (fsync of the files and of their folder) and reads all of them back into flat arrays of
 tokens, log-probs and rewards; "prl, groups" makes the records of each group and turn on the way, as the preprocessor does. Raw
-.npy files hold numbers alone; those of "columns" all that prl's hold, but no checksums. Times are the best round of each way,
-the ways taking turns; ratios are to prl's. `cpu` leaves out what the disk takes.
+.npy files hold numbers alone, those of "columns" all that prl's hold, and those of "xxh3" checksums. Times are the best round of
+each way, the ways taking turns; ratios are to prl's. `cpu` leaves out what the disk takes.
 """
 
 import argparse
@@ -175,7 +175,7 @@ def write_npy(folder: Path, groups: Sequence[Group], checksums: bool = False) ->
         sync_folder(folder)
 
 
-def write_npy_columns(folder: Path, groups: Sequence[Group]) -> None:
+def write_npy_columns(folder: Path, groups: Sequence[Group], checksums: bool = False) -> None:
     """A file a column, with all that a rollout file of prl holds but metrics (here there are none)."""
     for number, piece in enumerate(pieces(groups)):
         of = [(group, index, rollout) for group in piece for index, rollout in enumerate(group.rollouts)]
@@ -196,7 +196,7 @@ def write_npy_columns(folder: Path, groups: Sequence[Group]) -> None:
             "times": np.array([(turn.started, turn.ended) for turn in turns], np.float64),
         }
         for name, array in arrays.items():
-            durable(folder / f"{name}_{number:04d}.npy", array)
+            durable(folder / f"{name}_{number:04d}.npy", array, *([xxhash.xxh3_64_digest(array)] if checksums else []))
         sync_folder(folder)
 
 
@@ -223,6 +223,7 @@ WAYS: dict[str, Way] = {
     "raw .npy": (write_npy, read_npy),
     "raw .npy, columns": (write_npy_columns, read_npy),
     "raw .npy, xxh3": (partial(write_npy, checksums=True), partial(read_npy, checksums=True)),
+    "columns, xxh3": (partial(write_npy_columns, checksums=True), partial(read_npy, checksums=True)),
     "msgpack, lists": (write_msgpack, read_msgpack),
     "JSONL, orjson": lines_way(orjson.dumps, orjson.loads),
     "JSONL, json": lines_way(lambda value: json.dumps(value).encode(), json.loads),
