@@ -51,6 +51,22 @@ def test_all_is_written_where_the_system_takes_little_at_a_time(tmp_path, monkey
     assert (tmp_path / "x").read_bytes() == b"abcdefgh"
 
 
+@pytest.mark.parametrize("taken", [1_000_003, 2**30])
+def test_large_data_are_handed_over_in_parts(tmp_path, monkeypatch, taken):
+    """So that the disk is at work meanwhile; whole, in whatever parts the system takes them."""
+    sizes = []
+
+    def takes(descriptor, pieces):
+        sizes.append(sum(map(len, pieces)))
+        return os.write(descriptor, b"".join(pieces)[:taken])
+
+    monkeypatch.setattr(os, "writev", takes)
+    large = [os.urandom(size) for size in (7, 3 * 2**20, 2**21, 1, 5 * 2**20 + 1)]
+    publish(tmp_path / "x", large)
+    assert (tmp_path / "x").read_bytes() == b"".join(large)
+    assert max(sizes) <= 2**21
+
+
 def test_more_pieces_than_the_system_takes_at_once(tmp_path):
     pieces = [bytes([number % 256]) for number in range(3000)]
     publish(tmp_path / "x", pieces)

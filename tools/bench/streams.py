@@ -5,13 +5,14 @@
 4,000 rollouts of log-normal length (mean 1,453 tokens) in 250 groups: token ids, log-probs, a reward each. Every way writes 64
 groups at a time, makes them durable (fsync of the files and of their folder) and reads all of them back into flat arrays of
 tokens, log-probs and rewards; "prl, groups" makes the records of each group and turn on the way, as the preprocessor does. Raw
-.npy files hold numbers alone, those of "columns" all that prl's hold, and those of "xxh3" checksums. Times are the best round of
-each way, the ways taking turns; ratios are to prl's. `cpu` leaves out what the disk takes.
+.npy files hold numbers alone, those of "columns" all that prl's hold, those of "xxh3" checksums as well. Times are the best
+round of each way, the ways taking turns, in another order each time; ratios are to prl's. `cpu` leaves out the disk.
 """
 
 import argparse
 import json
 import os
+import random
 import shutil
 import tempfile
 import time
@@ -247,8 +248,9 @@ def main() -> None:
     raw_bytes = sum(group.payload_bytes() for group in groups)
     best = {name: [float("inf")] * 4 for name in WAYS}  # write, write cpu, read, read cpu: seconds
     size_bytes = dict.fromkeys(WAYS, 0)
+    shuffled = random.Random(0)  # noqa: S311  (what ran before a way leaves it memory and a disk in another state)
     for _ in range(arguments.rounds):
-        for name, (write, read) in WAYS.items():
+        for name, (write, read) in shuffled.sample(list(WAYS.items()), len(WAYS)):
             folder = Path(tempfile.mkdtemp(dir=arguments.folder))
             try:
                 write_s, write_cpu_s, _ = timed(lambda write=write, folder=folder: write(folder, groups))  # type: ignore[misc]
