@@ -3,7 +3,9 @@
 import shutil
 from pathlib import Path
 
-_SKIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+# What Python has compiled already is copied, too, or else all nodes compile it at their start: it counts for a file of the same
+# size and time, which copies have. What it is just writing (NAME.pyc.NUMBER) is not.
+_SKIPPED = shutil.ignore_patterns("*.pyc.*", ".*")
 
 
 def snapshot_code(target: Path, slurm_folder: Path) -> None:
