@@ -209,31 +209,36 @@ def describe_memory(
 
 
 def describe_weights(model: ModelConfig, config: Config) -> str:
-    """What a version of the weights takes on its way to the samplers, in memory and on disk, in a line or two."""
+    """What a version of the weights takes on its way to the samplers, in memory and on disk, a line each."""
     version = _version_bytes(config, model)
-    ranks = config.sample.tensor_parallel
-    when = "while a sampler that came back is given its weights by another one"
-    staged, otherwise = version // ranks, ""
+    staged, when, besides = (
+        version // config.sample.tensor_parallel,
+        "while a sampler that came back gets its weights",
+        list[str](),
+    )
     match config.weights.transport:
         case "filesystem":
             when = "while each version is written"
         case "lanes":
             buckets = size_in_words(min((3 if config.weights.delta else 2) * config.weights.bucket_mib * 2**20, version))
-            otherwise = (
-                f"\n    each trainer rank and each worker takes up to {buckets} of buffers besides; where no lanes can be "
-                f"built and\n    files are used, the first trainer rank gathers the whole version"
-            )
+            besides = [
+                f"each trainer rank and each worker takes up to {buckets} of buffers besides",
+                "where no lanes can be built and files are used, the first trainer rank gathers the whole version",
+            ]
         case "gather":
             staged = version
     keeps = config.weights.delta and config.weights.transport == "gather"
-    more = "more at all times" if keeps else "more while one arrives"
-    held = f"a sampler's worker holds {size_in_words(staged)} {more}"
+    held = f"a sampler's worker holds {size_in_words(staged)} more {'at all times' if keeps else 'while one arrives'}"
     if config.weights.staging == "chunked":
         held = "samplers stand still while it is written over the last one, bucket by bucket"
-    return (
-        f"  a version of the weights has {size_in_words(version)}: {held}; "
-        f"weights/ in the run\n    folder needs up to {size_in_words(2 * version)} of disk {when}, and whoever "
-        f"writes {size_in_words(min(version, _GIB))} of the host's memory{otherwise}"
+    return "\n    ".join(
+        (
+            f"  a version of the weights has {size_in_words(version)}",
+            held,
+            f"weights/ in the run folder needs up to {size_in_words(2 * version)} of disk {when}",
+            f"whoever writes there needs {size_in_words(min(version, _GIB))} of the host's memory",
+            *besides,
+        )
     )
 
 
