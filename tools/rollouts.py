@@ -14,6 +14,7 @@ cannot be read, or that another run has written, are named and passed over. Spec
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -89,10 +90,12 @@ def main() -> int:
     except ConfigError as error:
         print(f"rollouts: {'; '.join(error.args)}", file=sys.stderr)
         return 1
-    rows = islice((row for row in all_rows(files, name, ends, tokenizer) if wanted(row, options)), options.limit)
+    seen: set[str] = set()  # the problems of all rows that were read
+    rows = islice((row for row in noted(all_rows(files, name, ends, tokenizer), seen) if wanted(row, options)), options.limit)
     first = next(rows, None)
     if first is None:
-        print(f"rollouts: {options.run}: none of its rollouts is as asked for; leave out some of the filters", file=sys.stderr)
+        told = tell_unknown(options, seen) or "none of its rollouts is as asked for; leave out some of the filters"
+        print(f"rollouts: {options.run}: {told}", file=sys.stderr)
         return 1
     rows = chain([first], rows)
     form = options.format or (options.output.suffix.removeprefix(".") if options.output else "text")
@@ -107,6 +110,8 @@ def main() -> int:
     except OSError as error:
         print(f"rollouts: {options.output or 'the output'} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 1
+    if options.limit is None and (told := tell_unknown(options, seen)):  # all were read
+        print(f"rollouts: {options.run}: {told}", file=sys.stderr)
     return 0
 
 
@@ -115,14 +120,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=steps, metavar="N[-M]", help="trained in these steps")
     parser.add_argument("--problem", action="append", metavar="DOMAIN/INDEX", help="of this problem; may be given again")
-    parser.add_argument("--min-reward", type=float, metavar="R")
-    parser.add_argument("--max-reward", type=float, metavar="R")
+    parser.add_argument("--min-reward", type=reward, metavar="R")
+    parser.add_argument("--max-reward", type=reward, metavar="R")
     parser.add_argument("--finish", metavar="REASON", help="a turn that ended so: stop, length or abort")
     parser.add_argument("--version", type=version, metavar="LINEAGE:STEP", help="some tokens were sampled by this version")
     parser.add_argument("--limit", type=positive, metavar="N", help="no more than so many turns")
     parser.add_argument("--format", choices=("text", "jsonl", "parquet"), help="default: the output's suffix, or text")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: the terminal")
     options = parser.parse_args()
+    if None not in (options.min_reward, options.max_reward) and options.min_reward > options.max_reward:
+        parser.error(f"--min-reward {options.min_reward:g} is above --max-reward {options.max_reward:g}: no reward is both")
     if options.format == "parquet" and options.output is None:
         parser.error("--format parquet needs --output FILE")
     if options.format is None and options.output is not None and options.output.suffix not in (".jsonl", ".parquet", ".text"):
@@ -131,16 +138,26 @@ def parse() -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    if not re.fullmatch(r"0*[1-9][0-9]{0,17}", text):
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 1")
     return int(text)
 
 
 def steps(text: str) -> range:
-    first, _, last = text.partition("-")
-    found = range(int(first), int(last or first) + 1)
+    first, dash, last = text.partition("-")
+    found = range(positive(first), positive(last if dash else first) + 1)
     if not found:
         raise argparse.ArgumentTypeError(f"{text}: the first step comes first, {last}-{first}")
+    return found
+
+
+def reward(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number")
     return found
 
 
@@ -216,6 +233,21 @@ def to_words(ids: Int32, tokenizer: tokenizers.Tokenizer) -> str:
     """An id that is no token's has none, a negative one neither."""
     text: str = tokenizer.decode(ids.astype(np.uint32).tolist(), skip_special_tokens=False)
     return text
+
+
+def noted(rows: Iterator[Row], seen: set[str]) -> Iterator[Row]:
+    """The rows; the problem of each is added to `seen`."""
+    for row in rows:
+        seen.add(row["problem"])
+        yield row
+
+
+def tell_unknown(options: argparse.Namespace, seen: set[str]) -> str:
+    """Which of the problems that were asked for are none of the run's, in words; empty where all are."""
+    unknown = [problem for problem in options.problem or () if problem not in seen]
+    if not unknown or not seen:
+        return ""
+    return printable(f"has no rollout of problem {', '.join(unknown)}; a problem's name is like {min(seen)}", keep="")
 
 
 def wanted(row: Row, options: argparse.Namespace) -> bool:

@@ -80,6 +80,16 @@ def test_problems(run, every):
     assert found == [row for row in every if row["problem"] in names]
 
 
+def test_problems_that_the_run_has_not_are_named(run, every):
+    known = {row["problem"] for row in every}
+    unknown = f"rollouts: {run}: has no rollout of problem foo; a problem's name is like {min(known)}\n"
+    assert refused(run, "--problem", "foo") == unknown
+    program = [sys.executable, "tools/rollouts.py", str(run), "--problem", "foo", "--problem", min(known)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, unknown)
+    assert done.stdout.count(f"--- {min(known)} ") == sum(row["problem"] == min(known) for row in every)
+
+
 def test_parquet_holds_the_same(run, every, tmp_path):
     rollouts(run, "--output", tmp_path / "out.parquet")
     table = parquet.read_table(tmp_path / "out.parquet")
@@ -103,7 +113,7 @@ def test_no_run(tmp_path):
 
 def test_what_matches_nothing_or_cannot_be_written_is_told(run, tmp_path):
     nothing = f"rollouts: {run}: none of its rollouts is as asked for; leave out some of the filters\n"
-    assert refused(run, "--problem", "foo") == nothing
+    assert refused(run, "--problem", "digits/1", "--max-reward", -1) == nothing
     assert refused(run, "--finish", "length", "--output", tmp_path / "x.parquet") == nothing
     assert not (tmp_path / "x.parquet").exists()
     for name in ("x.parquet", "x.jsonl"):
@@ -129,12 +139,18 @@ def test_a_damaged_ledger_is_told(run, tmp_path):
     ("option", "value", "words"),
     [
         ("--step", "12-10", "12-10: the first step comes first, 10-12"),
+        ("--step", "-3", ": must be a whole number of at least 1"),
+        ("--step", "3-", ": must be a whole number of at least 1"),
+        ("--step", "0-2", "0: must be a whole number of at least 1"),
+        ("--min-reward", "nan", "nan: must be a number"),
+        ("--max-reward", "high", "high: must be a number"),
+        ("--max-reward", "0.5", "--min-reward 1 is above --max-reward 0.5: no reward is both"),
         ("--version", "x", "x: a version is LINEAGE:STEP"),
-        ("--limit", "-1", "-1: must be at least 1"),
+        ("--limit", "-1", "-1: must be a whole number of at least 1"),
     ],
 )
 def test_filters_that_fit_nothing_are_refused(run, option, value, words):
-    program = [sys.executable, "tools/rollouts.py", str(run), f"{option}={value}"]
+    program = [sys.executable, "tools/rollouts.py", str(run), "--min-reward=1", f"{option}={value}"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert words in done.stderr
