@@ -9,6 +9,9 @@ from prl.config.hf_config import ModelConfig, UnsupportedModelError, read_model_
 from prl.config.model_files import tokenizer_problems
 from prl.config.schema import Config
 
+_KERNELS = ("/proc", "/sys", "/dev")  # where no file can be kept, though root may write there as access(2) has it
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108
+
 
 def new_folder_problems(config: Config) -> Iterator[str]:
     if not config.run.folder.isprintable():
@@ -16,8 +19,12 @@ def new_folder_problems(config: Config) -> Iterator[str]:
     run = Path(config.run.folder)
     other = "choose another run.folder or run.name"
     try:
-        around = next(filter(_holds_run, Path(os.path.realpath(run)).parents), None)
-        if around is not None:
+        real = Path(os.path.realpath(run))
+        around = next(filter(_holds_run, real.parents), None)
+        kernels = next(filter(real.is_relative_to, _KERNELS), None)
+        if kernels is not None and not real.is_relative_to(_SHARED_MEMORY):
+            yield f"run.folder = {run}: {kernels} is the kernel's, and keeps no files; {other}"
+        elif around is not None:
             yield f"run.folder = {run}: lies in the folder of another run, {around}; {other}"
         elif not run.is_dir():
             first = next(path for path in (run, *run.parents) if os.path.lexists(path))

@@ -91,6 +91,19 @@ def test_a_folder_that_cannot_be_written(good, tmp_path):
     assert there.startswith(f"run.folder = {parent}/runs: cannot be written; choose another run.folder or run.name, or have")
 
 
+def test_no_run_is_kept_among_the_kernel_s_own_files(good, tmp_path, monkeypatch):
+    """Where root may write, as access(2) has it."""
+    (tmp_path / "link").symlink_to("/sys")
+    monkeypatch.chdir(tmp_path)
+    for folder, kernels in (("/proc/x", "/proc"), (f"{tmp_path}/link/x/y", "/sys"), ("/dev/x", "/dev")):
+        (line,) = problems(replace(good, run={"folder": folder}))
+        assert line.startswith(
+            f"run.folder = {folder}: {kernels} is the kernel's, and keeps no files; choose another run.folder"
+        )
+    for folder in ("/dev/shm/no such run", "/proc/self/cwd/run"):
+        assert check(replace(good, run={"folder": folder}), memory_bytes=16 * GIB) == []
+
+
 def test_a_suggested_command_can_be_copied(good, tmp_path):
     folder = tmp_path / "my run"
     (folder / "checkpoints/step_000005").mkdir(parents=True)
