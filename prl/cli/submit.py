@@ -123,7 +123,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", nargs="?", help="YAML file; `prl-submit --options` lists every key with its unit and default")
     parser.add_argument(
-        "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="override keys, e.g. run.steps=20 run.seed=3"
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override keys, e.g. run.steps=20 run.seed=3; '${oc.env:NAME}' in a value is a variable of the environment, while "
+        "${KEY}, another key that the file sets, is for the file alone",
     )
     parser.add_argument(
         "--resume", metavar="RUN", help="run folder to go on with, from its latest checkpoint and with its own configuration"

@@ -132,7 +132,8 @@ def _apply(tree: DictConfig, override: str) -> None:
     try:
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError) as error:
-        raise ConfigError(f"--set {shown(override)}: {in_words(error)}") from error
+        refers = "; here ${oc.env:NAME} alone can be put, a variable of the environment; other keys only in the file"
+        raise ConfigError(f"--set {shown(override)}: {in_words(error)}{refers * ('${' in text)}") from error
     try:
         OmegaConf.update(tree, key, value, force_add=True)
     except OmegaConfBaseException as error:

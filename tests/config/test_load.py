@@ -155,8 +155,20 @@ def test_what_omegaconf_says_of_itself_is_left_out(tmp_path, text, words):
     with pytest.raises(ConfigError) as caught:
         load(path)
     assert str(caught.value) == f"{path}: {words}"
-    with pytest.raises(ConfigError, match=r"^--set 'run.name=\$\{run.name\}': Interpolation key 'run.name' not found$"):
-        load(written(tmp_path, GOOD), ["run.name=${run.name}"])
+
+
+def test_what_values_may_refer_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("SWEEP", "a")
+    assert load(written(tmp_path, GOOD), ["run.name=x-${oc.env:SWEEP}"]).run.name == "x-a"
+    both = written(tmp_path, 'run: {seed: 3, name: "x-${run.seed}"}')
+    assert load(both).run.name == "x-3"
+    assert load(both, ["run.seed=4"]).run.name == "x-4"
+    with pytest.raises(
+        ConfigError, match=r"^--set 'run.name=\$\{run.seed\}': Interpolation key 'run.seed' not found; here \$\{oc"
+    ):
+        load(both, ["run.name=${run.seed}"])
+    with pytest.raises(ConfigError, match=r"^--set 'run.name=\$\{oc.env:NONE_OF_THIS_NAME\}': .* other keys only in the file$"):
+        load(both, ["run.name=${oc.env:NONE_OF_THIS_NAME}"])
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path):
