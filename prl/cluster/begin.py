@@ -1,8 +1,9 @@
 """Which attempt a Slurm job is for that nobody submitted for one: `python -m prl.cluster.begin`, run by its batch script.
 
-A job that Slurm has put into the queue again goes on with the run as the next attempt. So does a job that follows another one
-in a chain, unless the run has ended, or somebody asks for its end: then it makes nothing, and ends well. The attempt's number
-goes to standard output, nothing where there is none; what was decided, and why, to standard error.
+A job that Slurm has put into the queue again goes on with the run as the next attempt, unless too many in a row trained no
+step. So does a job that follows another one in a chain, unless the run has ended, or somebody asks for its end. One that does
+not go on makes nothing, and ends well. The attempt's number goes to standard output, nothing where there is none; what was
+decided, and why, to standard error.
 """
 
 import os
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prl.cluster.claims import next_attempt, point_latest, write_canary
+from prl.cluster.means import dismiss_followers
 from prl.cluster.record import Record, read_record
 from prl.cluster.run import ProgramError
 from prl.cluster.silent_end import REASONS, write_silent_end
@@ -19,7 +21,7 @@ from prl.cluster.slurm import job_state
 from prl.cluster.slurm_output import has_ended
 from prl.config.load import load
 from prl.config.plain_files import read_plain
-from prl.flow.ending import Decision, Means, decide
+from prl.flow.ending import GOES_ON, Decision, Means, decide
 from prl.runfolder.outcome import read_outcome, steps_before
 from prl.runfolder.paths import RunFolder, listed
 from prl.runfolder.publish import publish
@@ -35,11 +37,7 @@ def begin(run: RunFolder, job_id: str, ask: Callable[[str], str | None] = job_st
     last = run.attempts()[-1]
     record = read_record(run, last)
     if record.job_id == job_id:
-        if not run.plan(last).exists() and not run.exit(last).exists():
-            return last, f"job {job_id} begins attempt {last}, with which it had not begun"
-        if not run.exit(last).exists():
-            write_silent_end(run, last, Decision("requeue", "Slurm has put the job into the queue again"))
-        return _claim(run, last, record), f"job {job_id} was put into the queue again and goes on as attempt {last + 1}"
+        return _again(run, last, record)
     decision = _after(run, last, record, ask)
     if decision.next != "chain":
         return None, f"job {job_id} has nothing to do: attempt {last} was the last one of the run: {decision.words}"
@@ -47,6 +45,22 @@ def begin(run: RunFolder, job_id: str, ask: Callable[[str], str | None] = job_st
         write_silent_end(run, last, decision)
     goes_on = _claim(run, last, replace(record, job_id=job_id))
     return goes_on, f"job {job_id} goes on as attempt {goes_on} after attempt {last}: {decision.words}"
+
+
+def _again(run: RunFolder, last: int, record: Record) -> tuple[int | None, str]:
+    """The attempt of a job that was put into the queue again, by Slurm itself, too, which counts no attempts."""
+    job_id, outcome = record.job_id, read_outcome(run.exit(last))
+    if outcome is None and not run.plan(last).exists():
+        return last, f"job {job_id} begins attempt {last}, with which it had not begun"
+    reason = "requeued" if outcome is None else outcome.reason
+    means = Means(requeue=True, chain=0, fruitless=load(run.config).cluster.fruitless_attempts)
+    then = decide(reason, steps_before(run, last + 1), means) if reason in GOES_ON else Decision("requeue", reason)
+    if outcome is None:
+        write_silent_end(run, last, replace(then, words=f"Slurm has put the job into the queue again: {then.words}"))
+    if then.next == "stop":
+        dismiss_followers(run, last)
+        return None, f"job {job_id} was put into the queue again and has nothing to do: {then.words}"
+    return _claim(run, last, record), f"job {job_id} was put into the queue again and goes on as attempt {last + 1}"
 
 
 def _after(run: RunFolder, last: int, record: Record, ask: Callable[[str], str | None]) -> Decision:

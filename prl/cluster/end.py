@@ -2,8 +2,9 @@
 code and what `scontrol -o show job` says of the job.
 
 An orchestrator decides itself, and has its job put into the queue again. Where it was killed, as Slurm also kills all of a step
-that loses a node while the job goes on, this decides for it. `requeue` goes to standard output where the batch script is to put
-the job into the queue again, nothing where it is not, or Slurm has done it; what was decided, and why, to standard error.
+that loses a node while the job goes on, this decides for it; also before it has begun, unless a task has said what is wrong.
+`requeue` goes to standard output where the batch script is to put the job into the queue again, nothing where it is not, or
+Slurm has done it; what was decided, and why, to standard error.
 """
 
 import os
@@ -11,7 +12,7 @@ import sys
 import time
 
 from prl.cluster.means import dismiss_followers, means_of
-from prl.cluster.silent_end import killed_end, write_for
+from prl.cluster.silent_end import has_raised, killed_end, write_for
 from prl.cluster.slurm import still_runs, termination
 from prl.config.load import load
 from prl.flow.ending import decide
@@ -25,16 +26,18 @@ def end(run: RunFolder, attempt: int, code: int, shown: str, restarts: int) -> t
     outcome = read_outcome(run.exit(attempt))
     if not still_runs(shown, restarts):
         return False, "Slurm ends the job, or has put it into the queue again" if shown else "Slurm does not say of the job"
-    if outcome is None and not is_reserved(run.exit(attempt)):
-        return False, "its step ended before its orchestrator had begun: an error that it would meet again"
     if outcome is None:
-        config = load(run.attempt_config(attempt))
-        reason, words = killed_end(code)
-        reason = termination(shown, time.time(), restarts) or reason
-        then = decide(reason, steps_before(run, attempt + 1), means_of(run, attempt, config))
-        outcome = write_for(run, attempt, reason, words, then)
+        begun, said = is_reserved(run.exit(attempt)), termination(shown, time.time(), restarts)
+        if not begun and said is None and has_raised(run, attempt):
+            return False, "its step failed before its orchestrator had begun: an error that it would meet again"
+        reason, words = killed_end(code, begun=begun)
+        reason = said or reason
+        then = decide(reason, steps_before(run, attempt + 1), means_of(run, attempt, load(run.attempt_config(attempt))))
         if then.next == "stop":
             dismiss_followers(run, attempt)
+            if not begun:  # what its tasks and the batch script say tells more than an exit.json would
+                return False, f"{words}; what follows: stop ({then.words})"
+        outcome = write_for(run, attempt, reason, words, then)
     return outcome.next == "requeue", f"{outcome.cause}; what follows: {outcome.next} ({outcome.next_words})"
 
 

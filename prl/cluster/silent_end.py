@@ -38,13 +38,23 @@ def silent_end(rows: Sequence[JobRow]) -> tuple[Reason, str]:
     return reason, f"{reason}: the first process ended without a word; Slurm says of the job: {states or 'nothing'}"
 
 
-def killed_end(code: int) -> tuple[Reason, str]:
-    """The reason, and a sentence, of an attempt whose step has ended with srun's exit code, while its job goes on, after its
-    orchestrator had begun: what goes wrong in that it writes down itself, so that it was killed."""
+def killed_end(code: int, *, begun: bool) -> tuple[Reason, str]:
+    """The reason, and a sentence, of an attempt whose step has ended with srun's exit code, while its job goes on, and of which
+    nobody has said why: an orchestrator that had `begun` writes down itself what goes wrong, so that it was killed."""
     how = f"(srun's exit code: {code})"
     if code == OUT_OF_MEMORY:
         return "out of memory", f"the kernel has killed a process, out of memory, and nobody was left to say more {how}"
+    if not begun:
+        return "killed", f"its step ended without a word before its orchestrator had begun {how}"
     return "killed", f"the orchestrator was killed before it could say why {how}"
+
+
+def has_raised(folder: RunFolder, attempt: int) -> bool:
+    """Whether a task of the attempt has ended with its own words, which submitit has kept: its job's earlier attempts left
+    theirs in the same place."""
+    record, since = read_record(folder, attempt), folder.attempt_config(attempt).stat().st_mtime
+    kept = record.folder.glob(f"{record.job_id}_*_result.pkl")
+    return any(path.stat().st_mtime >= since for path in kept)
 
 
 def ended_runs(job_id: str, runner: Runner = run) -> list[list[JobRow]]:

@@ -96,5 +96,5 @@ def begin_and_die(folder):
 
 
 def die(folder):
-    """The same before its orchestrator has begun, as with an error there."""
+    """All tasks, without a word, before an orchestrator has begun."""
     os._exit(1)

@@ -14,7 +14,7 @@ from prl.cluster.record import Record, read_record
 from prl.cluster.run import ProgramError
 from prl.cluster.slurm_output import ENDED
 from prl.runfolder.manifest import Manifest, part_of, write_manifest
-from prl.runfolder.outcome import Outcome, OutcomeError
+from prl.runfolder.outcome import Outcome, OutcomeError, read_outcome
 from prl.runfolder.paths import RunFolder
 
 RECORD = Record("het", "7", (1, 2), "login", 5.0, RunFolder("/runs/a").attempt(1) / "submitit", "lab", ("7", "9", "11"))
@@ -53,14 +53,52 @@ def nobody(_job_id):
 
 
 def test_a_job_that_is_put_into_the_queue_again_begins_one_attempt_after_another(run):
-    for attempt in (2, 3):
+    for attempt, step in ((2, 5), (3, 8)):
+        saved(run, attempt - 1, step)
         assert begin(run, "7", nobody)[0] == attempt
+        assert read_outcome(run.exit(attempt - 1)).next == "requeue"
         assert read_record(run, attempt) == RECORD
         assert run.attempt_config(attempt).read_text() == CONFIG
         assert run.logs(attempt).is_dir()
         assert run.latest.readlink().name == run.attempt(attempt).name
         assert begin(run, "7", nobody)[0] == attempt  # again, before anything of it began
         run.plan(attempt).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        (None, None),
+        (None, replace(LEFT, reason="preempted", next="stop", steps=0)),
+        (replace(LEFT, reason="preempted", next="requeue", steps=0), None),
+    ],
+)
+def test_a_job_that_slurm_puts_into_the_queue_again_ends_once_it_gets_nowhere(run, monkeypatch, ends):
+    """Two attempts in a row that trained no step; their orchestrators said so, or could not say anything."""
+    stand_in(
+        run.path.parent,
+        monkeypatch,
+        squeue="echo '9|PENDING|N/A||Dependency'",
+        scancel=f'echo "$@" >>{run.path.parent}/cancelled',
+    )
+    for attempt, outcome in enumerate(ends, 1):
+        run.plan(attempt).write_text("{}")
+        if outcome is not None:
+            outcome.write(run.exit(attempt))
+        goes_on, words = begin(run, "7", nobody)
+        assert goes_on == {1: 2, 2: None}[attempt]
+    assert run.attempts() == [1, 2]
+    assert words.startswith("job 7 was put into the queue again and has nothing to do: ")
+    assert words.endswith("; 2 attempts in a row trained no step")
+    assert read_outcome(run.exit(2)).next == "stop"
+    assert (run.path.parent / "cancelled").read_text() == "--state=PENDING 11 9\n"
+
+
+@pytest.mark.parametrize("reason", ["error", "quota", ""])
+def test_a_job_that_somebody_puts_into_the_queue_again_after_an_error_goes_on(run, reason):
+    """Who did that has removed the cause; the last one is of an older program."""
+    Outcome("failed", "said why", reason, "stop", reason, code=1, steps=0).write(run.exit(1))
+    assert begin(run, "7", nobody)[0] == 2
 
 
 def test_a_job_of_a_chain_goes_on_where_the_one_before_it_left(run):

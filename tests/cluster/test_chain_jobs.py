@@ -101,15 +101,28 @@ def test_after_an_orchestrator_that_was_killed_the_run_goes_on_until_it_gets_now
     assert [job_state(job) for job in chain] == ["FAILED"] * (1 if requeue else 2) + ["CANCELLED"] * (0 if requeue else 1)
 
 
-def test_what_ends_before_its_orchestrator_begins_would_do_so_again(start):
-    folder, (job,) = start(jobs.die, requeue=True)
+def test_after_an_end_without_a_word_before_the_orchestrator_begins_the_next_job_goes_on_once(start):
+    folder, chain = start(jobs.die, chain=3, time_min=10)
+    wait_until(lambda: not jobs_in_queue(chain), "the end of the jobs")
+    assert folder.attempts() == [1, 2]  # cluster.fruitless_attempts
+    assert [job_state(job) for job in chain] == ["FAILED", "FAILED", "CANCELLED"]
+    first = read_outcome(folder.exit(1))
+    assert (first.outcome, first.reason, first.next) == ("failed", "killed", "chain")
+    assert first.cause.startswith("its step ended without a word before its orchestrator had begun (srun's exit code: 1")
+    assert read_outcome(folder.exit(2)) is None
+    said = "prl: attempt 2: its step ended without a word before its orchestrator had begun (srun's exit code: "
+    assert said in folder.batch_log(2).read_text()
+
+
+def test_an_error_before_the_orchestrator_begins_would_be_met_again(start):
+    folder, (job,) = start(jobs.fail, requeue=True)
     wait_until(lambda: not jobs_in_queue([job]), "the end of the job")
     assert job_state(job) == "FAILED"
     assert folder.attempts() == [1]
-    assert "prl: attempt 1: its step ended before its orchestrator had begun" in folder.batch_log(1).read_text()
+    assert "prl: attempt 1: its step failed before its orchestrator had begun: an error" in folder.batch_log(1).read_text()
 
 
-def test_a_job_that_is_put_into_the_queue_again_has_a_log_of_its_own(start):
+def test_a_job_that_is_put_into_the_queue_again_has_a_log_of_its_own_and_ends_once_it_gets_nowhere(start):
     folder, (job,) = start(jobs.begin_and_wait, requeue=True)
     wait_until(folder.plan(1).exists, "the first attempt")
     before = folder.batch_log(1).read_text()
@@ -119,6 +132,12 @@ def test_a_job_that_is_put_into_the_queue_again_has_a_log_of_its_own(start):
     assert folder.batch_log(2).exists()
     assert f"job {job} was put into the queue again and goes on as attempt 2" in folder.batch_log(1).read_text()
     assert folder.batch_log(1).read_text().startswith(before)
+    subprocess.run(["scontrol", "requeue", job], check=True, timeout=30)
+    wait_until(lambda: not jobs_in_queue([job]), "the end of the job")
+    assert folder.attempts() == [1, 2]
+    assert [read_outcome(folder.exit(attempt)).next for attempt in (1, 2)] == ["requeue", "stop"]
+    nothing = f"job {job} was put into the queue again and has nothing to do: requeued; 2 attempts in a row trained no step"
+    assert nothing in folder.batch_log(1).read_text()
 
 
 @pytest.mark.slow

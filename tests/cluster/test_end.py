@@ -1,6 +1,7 @@
 """What a batch script does once its step has failed: whether the job is put into the queue again, and what is written for an
 orchestrator that could not say how it ended."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 from stand_ins import stand_in
 
 from prl.cluster.end import end
-from prl.cluster.record import Record
+from prl.cluster.record import Record, read_record
 from prl.metrics import names
 from prl.metrics.events import MetricsWriter
 from prl.runfolder.outcome import Outcome, read_outcome, reserve
@@ -25,7 +26,6 @@ AGAIN = RUNNING.replace("Restarts=1", "Restarts=2")  # and it runs already
 COMPLETING = RUNNING.replace("RUNNING", "COMPLETING", 1)
 PREEMPTED = RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-29T16:13:27")
 TIME_IS_UP = RUNNING.replace("2999", "2020")
-RECORD = Record("het", "63", (1, 1), "login", 5.0, RunFolder("/runs/a").attempt(1) / "submitit", "lab", ())
 KILL = 137
 OUT_OF_MEMORY = 253  # SIG_OOM
 
@@ -38,7 +38,7 @@ def run(tmp_path):
     for attempt in (1, 2):
         run.attempt(attempt).mkdir()
         run.attempt_config(attempt).write_text("run: {name: one}\ncluster: {requeue: true}\n")
-        RECORD.write(run.submission(attempt))
+        Record("het", "63", (1, 1), "login", 5.0, run.attempt(1) / "submitit", "lab", ()).write(run.submission(attempt))
     Outcome("left", "warned", "time limit", "requeue", "time limit", code=75, steps=3).write(run.exit(1))
     reserve(run.exit(2))
     return run
@@ -70,11 +70,47 @@ def test_a_killed_orchestrator_s_job_is_queued_again_where_slurm_has_not_done_so
         assert end(run, 2, code, shown, 1)[0] == again  # by what is written
 
 
-def test_an_attempt_that_ends_before_its_orchestrator_has_begun_is_left_as_it_is(run):
-    """What its tasks and the batch script say is told instead of an exit.json."""
+def result_of_a_task(run, at_s):
+    """As submitit keeps it, written so long after the attempt began."""
+    path = read_record(run, 2).folder / "63_1_result.pkl"
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    began_s = run.attempt_config(2).stat().st_mtime
+    os.utime(path, (began_s + at_s, began_s + at_s))
+
+
+@pytest.mark.parametrize(
+    ("shown", "code", "failed_at_s", "ended"),
+    [
+        (RUNNING, KILL, None, ("failed", "killed", "requeue")),
+        (RUNNING, KILL, -5, ("failed", "killed", "requeue")),  # that of the attempt before
+        (RUNNING, KILL, 5, None),  # an error, which it would meet again
+        (PREEMPTED, KILL, 5, ("failed", "preempted", "requeue")),  # as Slurm ended it
+        (RUNNING, OUT_OF_MEMORY, None, None),
+        (QUEUED, KILL, None, None),
+    ],
+)
+def test_an_end_before_the_orchestrator_has_begun_is_an_error_where_a_task_says_so(run, shown, code, failed_at_s, ended):
+    """Which leaves what its tasks and the batch script say for an exit.json."""
     (run.attempt(2) / ".reserve").unlink()
-    assert not end(run, 2, KILL, RUNNING, 1)[0]
-    assert read_outcome(run.exit(2)) is None
+    if failed_at_s is not None:
+        result_of_a_task(run, failed_at_s)
+    assert end(run, 2, code, shown, 1)[0] == (ended is not None)
+    written = read_outcome(run.exit(2))
+    assert (written and said(written)) == ended
+    if written is not None:
+        assert written.cause == f"its step ended without a word before its orchestrator had begun (srun's exit code: {code})"
+
+
+def test_attempts_that_end_before_their_orchestrator_has_begun_are_limited(run):
+    for attempt in (1, 2):
+        run.exit(attempt).unlink(missing_ok=True)
+        (run.attempt(attempt) / ".reserve").unlink(missing_ok=True)
+    assert end(run, 1, KILL, RUNNING, 1)[0]
+    again, words = end(run, 2, KILL, RUNNING, 1)
+    assert not again
+    assert words.endswith("what follows: stop (killed; 2 attempts in a row trained no step)")
+    assert not run.exit(2).exists()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +137,7 @@ def test_attempts_that_are_killed_without_progress_end_the_run_and_its_chain(run
     )
     for attempt in (1, 2):
         run.attempt_config(attempt).write_text("run: {name: one}\ncluster: {requeue: false}\n")
-        replace(RECORD, chain=("63", "64")).write(run.submission(attempt))
+        replace(read_record(run, attempt), chain=("63", "64")).write(run.submission(attempt))
     assert not end(run, 2, KILL, RUNNING, 1)[0]
     assert said(read_outcome(run.exit(2))) == ("failed", "killed", "chain")
     run.exit(2).unlink()
