@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from trainer_data import VOCABULARY
 
 from prl.config.hf_config import read_model_config
+from prl.streams.records import MicroBatch
 from prl.trainer.table import random_weights
 
 LENGTHS = (3, 17, 9, 1, 41, 9)
@@ -27,19 +28,41 @@ SIZES = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 EXPERTS = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CONFIGS = {
     "mistral": (transformers.MistralConfig, {"head_dim": 16, "sliding_window": 7}),
-    "mistral_unwindowed": (transformers.MistralConfig, {"sliding_window": None}),
+    "mistral_unwindowed": (transformers.MistralConfig, {"sliding_window": None, "tie_word_embeddings": True}),
+    "llama3": (transformers.LlamaConfig, {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
     "llama_yarn": (transformers.LlamaConfig, {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen2_linear": (transformers.Qwen2Config, {"rope_parameters": LINEAR, "tie_word_embeddings": False}),
+    "qwen2_tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3_tied": (transformers.Qwen3Config, {"head_dim": 16, "rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3_untied": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
     "qwen3_moe": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe_shares": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True}),
 }
 LARGE = {"vocab_size": 999, "hidden_size": 512, "intermediate_size": 2048, "head_dim": 64}  # megabytes
 EXPERT_MODELS = [name for name in CONFIGS if "moe" in name]
-DIFFERENTIATED = ["mistral", "llama_yarn", "qwen2_linear", "qwen3_untied", *EXPERT_MODELS]
+
+
+def microbatch() -> MicroBatch:
+    """Sequences of LENGTHS whose tokens weigh differently, some of them less than nothing."""
+    random, tokens = np.random.default_rng(3), sum(LENGTHS)
+    positions = np.concatenate([np.arange(n) for n in LENGTHS]).astype(np.int32)
+    none = np.zeros(tokens, np.float32)
+    return MicroBatch(
+        tokens=random.integers(0, VOCABULARY, tokens).astype(np.int32),
+        positions=positions,
+        boundaries=np.cumsum([0, *LENGTHS]).astype(np.int32),
+        loss_weights=np.where(positions > 0, random.normal(size=tokens), 0.0).astype(np.float32),
+        advantages=none,
+        old_logprobs=none,
+        reference_logprobs=None,
+        lags=np.full(tokens, -1, np.int32),
+        rollouts=(),
+    )
 
 
 def routings() -> np.ndarray:

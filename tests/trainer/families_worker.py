@@ -14,7 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from families import CONFIGS, DIFFERENTIATED, EXPERT_MODELS, LENGTHS, routings
+from families import CONFIGS, EXPERT_MODELS, LENGTHS, microbatch, routings
 from trainer_data import VOCABULARY, facts, microbatches
 
 from prl.trainer.options import TrainOptions
@@ -58,6 +58,7 @@ def main(folder: Path) -> None:
     from prl.trainer.batch import to_device
     from prl.trainer.checkpoint import begin_save, finish_save, load_checkpoint
     from prl.trainer.engine import Engine, build_engine
+    from prl.trainer.head import hidden_states, token_logprobs
     from prl.trainer.hf_folder import read_weights, write_folder
     from prl.trainer.lora import add_adapters
     from prl.trainer.mapping import export_weights, load_weights
@@ -100,8 +101,11 @@ def main(folder: Path) -> None:
         report(f"{layout}_{name}", found | arrays(export_weights(chunks, config)))
 
     def gradients(label: str, name: str, options: TrainOptions, experts: np.ndarray | None = None) -> None:
+        """Of weighted log-probs, as the trainer has them."""
         config, chunks = loaded(name, options)
-        (logits_of(chunks[0], experts).log_softmax(-1)[:, 7]).sum().backward()
+        batch = to_device(replace(microbatch(), routings=experts), 1)
+        logprobs, _ = token_logprobs(chunks[0], hidden_states(chunks[0], batch), batch.targets, config, options)
+        (logprobs * batch.weights).sum().backward()
         for parameter in chunks[0].parameters():
             parameter.data = parameter.grad
         report(f"{label}_{name}", arrays(export_weights(chunks, config)))
@@ -251,7 +255,7 @@ def main(folder: Path) -> None:
         start_groups(one, timeout_s=60.0)
         for name in [*CONFIGS, "qwen3_moe_fused"]:
             parity("one", name, one)
-        for name in DIFFERENTIATED:
+        for name in CONFIGS:
             gradients("gradients", name, one)
         for attention in (gpu_attention.varlen, gpu_attention.transformer_engine):
             with attention():
