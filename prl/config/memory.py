@@ -16,7 +16,8 @@ first stage holds as many micro-batches as there are stages (one-forward-one-bac
 more, ibid., section 4.2.3).
 
 A checkpoint is written from a copy in the host's memory, of parameters, optimizer's state and proximal policy. Of ranks that
-hold the same, the first one makes it; a distributed optimizer's state is gathered there, with the parameters in float32.
+hold the same, the first one makes it; each copies its share of a distributed optimizer's state, with the parameters in float32,
+but of a tensor that lies in several ranks' shares the first of them copies all.
 
 Fragmentation, communication buffers and what torch and the kernels keep for themselves are not in it: leave some room.
 """
@@ -101,10 +102,7 @@ def rank_memory(
     each = _FLOAT32 if train.dtype == "float32" else 2
     state = 2 * _FLOAT32 + (_FLOAT32 if train.dtype != "float32" else 0)
     last = stage == layout.pipeline - 1
-    shared, experts = trained.shared, trained.experts
-    if train.distributed_optimizer:
-        shared = -(-shared // (ranks // (layout.tensor * layout.pipeline)))
-        experts = -(-experts // (ranks // (layout.expert * layout.pipeline)))
+    optimized = _optimized(trained, train, ranks).all
     # Weights with their adapters, for the backward pass.
     merged = held.all if train.lora_rank and train.recompute != "full" else 0
     columns = model.padded_vocabulary(layout.tensor) // layout.tensor
@@ -112,33 +110,39 @@ def rank_memory(
     return RankMemory(
         parameters=(held.all + new) * each,
         gradients=trained.all * _FLOAT32,
-        optimizer=0 if train.optimizer_offload else (shared + experts) * state,
+        optimizer=0 if train.optimizer_offload else optimized * state,
         frozen_copies=held.all * each * ((train.reference == "initial") + (train.proximal == "previous")),
         activations=(_activations(model, train, layout, own_tokens, stage) + merged) * each,
         logits=last * 3 * min(train.head_chunk_mib * 2**20, own_tokens * columns * _FLOAT32),
         sending=sent_bytes if stage == 0 else 0,
         sent_before=kept_bytes if stage == 0 or not sent_bytes else 0,
-        on_the_host=(shared + experts) * (state + _FLOAT32) if train.optimizer_offload else 0,
+        on_the_host=optimized * (state + _FLOAT32) if train.optimizer_offload else 0,
     )
 
 
 def saved_bytes(model: ModelConfig, train: TrainOptions, ranks: int, rank: int) -> int:
-    """Of the copy from which a rank writes its part of a checkpoint; 0 where others write all that it holds."""
+    """Of the copy from which a rank writes its part of a checkpoint, as if tensors that lie in several ranks' shares of a
+    distributed optimizer were copied in parts; 0 where others write all that it holds."""
     layout = layout_of(train)
     stage, place = divmod(rank, ranks // layout.pipeline)
     held, new, trained = _all_parameters(model, train, layout, stage)
     each = 2 if train.dtype == "bfloat16" else _FLOAT32
     copies = each * (1 + (train.proximal == "previous"))
-    state = (3 if train.distributed_optimizer or train.dtype == "bfloat16" else 2) * _FLOAT32
-    shared = held.shared * copies + new * each + trained.shared * state
-    experts = held.experts * copies + trained.experts * state
-    return shared * (place < layout.tensor) + experts * (place < layout.expert)
+    first, first_of_experts = place < layout.tensor, place < layout.expert
+    saved = (held.shared * copies + new * each) * first + held.experts * copies * first_of_experts
+    optimized = _optimized(trained, train, ranks)
+    if train.distributed_optimizer:
+        return saved + optimized.all * _saved_state(train)
+    return saved + (optimized.shared * first + optimized.experts * first_of_experts) * _saved_state(train)
 
 
 def saved_on_a_node(model: ModelConfig, train: TrainOptions, ranks: int, of_node: int) -> int:
     """Bytes of these copies on the node that has most of them, of nodes with `of_node` ranks each."""
     saved = [saved_bytes(model, train, ranks, rank) for rank in range(ranks)]
-    return max(sum(saved[first : first + of_node]) for first in range(0, ranks, of_node))
+    fullest = max(sum(saved[first : first + of_node]) for first in range(0, ranks, of_node))
+    if train.distributed_optimizer and of_node < ranks:  # a tensor may lie in shares of several nodes: the largest one
+        fullest += model.padded_vocabulary(train.tensor_parallel) * model.hidden_size * _saved_state(train)
+    return fullest
 
 
 def size_in_words(count: int) -> str:
@@ -153,6 +157,20 @@ def _all_parameters(
     adapters = _adapter_parameters(model, layout, train.lora_rank)
     new = adapters + model.hidden_size * (train.value_head and stage == layout.pipeline - 1)
     return held, new, RankParameters(new, 0) if adapters else RankParameters(held.shared + new, held.experts)
+
+
+def _optimized(trained: RankParameters, train: TrainOptions, ranks: int) -> RankParameters:
+    """Of the trained parameters those whose optimizer's state a rank holds."""
+    if not train.distributed_optimizer:
+        return trained
+    layout = layout_of(train)
+    shared, experts = (ranks // (split * layout.pipeline) for split in (layout.tensor, layout.expert))  # ranks that share
+    return RankParameters(-(-trained.shared // shared), -(-trained.experts // experts))
+
+
+def _saved_state(train: TrainOptions) -> int:
+    """Bytes of a parameter's state in a checkpoint: two moments, and the float32 values of their own where these are."""
+    return (3 if train.distributed_optimizer or train.dtype == "bfloat16" else 2) * _FLOAT32
 
 
 def _adapter_parameters(model: ModelConfig, layout: Layout, rank: int) -> int:

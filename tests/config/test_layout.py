@@ -258,6 +258,23 @@ def test_the_first_of_the_ranks_that_hold_the_same_copies_it_for_a_checkpoint():
     assert found == [14 * held.all, *[14 * held.experts] * 3, 0, 0, 0, 0]
 
 
+def test_each_of_the_ranks_that_share_an_optimizer_copies_its_part_of_it():
+    """Of weights 2 bytes a parameter by the first rank, of the optimizer 12; experts are split over four, and held by two."""
+    held = rank_parameters(QWEN_7B, layout_of(train()), 0).all
+    options = train(dtype="bfloat16", distributed_optimizer=True)
+    saved = [saved_bytes(QWEN_7B, options, 16, rank) for rank in range(16)]
+    assert saved == [2 * held + 12 * held // 16, *[12 * held // 16] * 15]
+    embedding = 12 * 152_064 * 3_584  # which may begin on one node and end on the other
+    assert saved_on_a_node(QWEN_7B, options, 16, 8) == 2 * held + 12 * held // 2 + embedding
+    assert saved_on_a_node(QWEN_7B, options, 16, 16) == 14 * held
+    experts = train(dtype="bfloat16", expert_parallel=4, distributed_optimizer=True)
+    held = rank_parameters(QWEN_30B, layout_of(experts), 0)
+    share = 12 * held.shared // 8 + 12 * held.experts // 2
+    first, *others = (saved_bytes(QWEN_30B, experts, 8, rank) for rank in range(8))
+    assert first == 2 * held.all + share
+    assert others == [*[2 * held.experts + share] * 3, *[share] * 4]
+
+
 def test_the_version_that_deltas_are_taken_from_is_kept_at_all_times_by_who_sends_it():
     count = 7_615_616_512
     options = train(dtype="bfloat16", pipeline_parallel=2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoint_layouts import OPTIONS, PLAIN, RESHARDED, SHARED, reshardings
@@ -19,8 +20,11 @@ def main(folder: Path) -> None:
 
     device.install(1)
     import torch
-    from resumes import relayout, resumed, went_on
+    from live_bytes import LiveBytes
+    from resumes import engine_of, relayout, resumed, went_on
+    from trained import steps
 
+    from prl.trainer.checkpoint import begin_save, finish_save
     from prl.trainer.parallel import Channel, start_groups, stop_groups
 
     rank = int(os.environ["RANK"])
@@ -36,6 +40,19 @@ def main(folder: Path) -> None:
         options = replace(OPTIONS[model], **split)  # type: ignore[arg-type]
         report(f"resumed_{model}_{layout}_from_{origin}", resumed(model, options, results / model / origin))
 
+    def memory_of_a_save() -> None:
+        """The most that each of four ranks, which share an optimizer, has more in a save's beginning."""
+        options = replace(OPTIONS["half"], **SHARED)  # type: ignore[arg-type]
+        relayout(options, channel)
+        engine = engine_of(options, "half")
+        steps(engine, 1)
+        with LiveBytes() as live:
+            under_way = begin_save(engine, channel, results / "half" / "watched", 1)
+        peaks = channel.gather(live.peak)
+        finish_save(under_way, channel, 120.0)
+        report("memory_of_a_save", {"peaks": np.array(peaks)})
+
+    memory_of_a_save()
     for model, splits in RESHARDED.items():
         for layout, split in splits.items():
             options = replace(OPTIONS[model], **split)

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_layouts import RESHARDED, reshardings
+from checkpoint_layouts import MODELS, RESHARDED, reshardings
 from ranks import Results, run_ranks
 from same_state import assert_exported, assert_goes_on, assert_same_state
+from written_bytes import bytes_of_tensors
 
 WORKER = Path(__file__).with_name("resharding_worker.py")
 SPLITS = [(model, layout) for model, splits in RESHARDED.items() for layout in splits]
@@ -38,3 +39,14 @@ def test_steps_go_on_from_there(saved, model, layout, origin):
 @pytest.mark.parametrize(("model", "layout"), SPLITS)
 def test_the_export_has_the_weights_of_the_ranks(saved, tmp_path, model, layout):
     assert_exported(model, saved.folder / "ranks_4" / model / layout, saved[4, f"went_on_{model}_{layout}"], tmp_path)
+
+
+def test_a_save_takes_each_rank_the_memory_of_its_own_part(saved):
+    """Of an optimizer that four ranks share none has more than a quarter, and the tensor that begins at its end."""
+    folder = saved.folder / "ranks_4" / "half" / "watched" / "trainer"
+    written, shares = bytes_of_tensors(folder, 4), bytes_of_tensors(folder, 4, "optimizer.")
+    largest = 12 * MODELS["half"].vocabulary * MODELS["half"].hidden_size
+    assert largest < sum(shares) / 16
+    assert all(abs(share - sum(shares) / 4) <= largest for share in shares)
+    for peak, own in zip(saved[4, "memory_of_a_save"]["peaks"], written, strict=True):
+        assert peak == pytest.approx(own, rel=0.02, abs=2**14)
