@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import weakref
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np

@@ -17,7 +17,7 @@ import torch
 from ranks import free_port, rank_environment
 from safetensors.torch import load_file
 from step_metrics import PHASES, other_time_s, undocumented
-from trainer_data import facts, microbatches, without_reference
+from trainer_data import RISING_KL, facts, microbatches, without_reference
 
 from prl.config.hf_config import read_model_config
 from prl.config.layout import layout_of
@@ -53,9 +53,9 @@ TRAIN = TrainOptions(
     learning_rate=1e-3,
     clip_grad=1e6,
     entropy_coefficient=0.01,
-    kl_coefficient=0.1,
     reference="initial",
     weight_decay=0.01,
+    **RISING_KL,
 )
 
 
@@ -342,6 +342,7 @@ def test_a_run_from_its_start_to_its_export(run, results):
     for step in (1, 2, 3):
         assert run.metrics[step]["train/loss"] == pytest.approx(float(expected[f"{step}:train/loss"]), abs=1e-6)
         assert run.metrics[step]["train/kl"] == pytest.approx(float(expected[f"{step}:train/kl"]), abs=1e-6)
+        assert run.metrics[step]["train/kl_coefficient"] == pytest.approx(0.1 + 5.0 * (step - 1))
         assert undocumented(run.metrics[step]) == []
     check_seconds(run)
     assert run.data == {step: {"reward_mean": step / 4} for step in (1, 2, 3)}  # of the step files, for the run's metrics
@@ -364,6 +365,8 @@ def test_a_resumed_run_goes_on_as_before_and_another_runs_step_file_ends_it(run)
     assert list(run.versions) == ["1:2", "1:3"]
     assert run.metrics[3]["train/loss"] == before[0][3]["train/loss"]
     assert run.metrics[3]["train/kl"] == before[0][3]["train/kl"] > 0  # the reference is the one of before
+    assert run.metrics[3]["train/loss_kl"] == before[0][3]["train/loss_kl"] > 0  # and the coefficient that of the step
+    assert run.metrics[3]["train/kl_coefficient"] == pytest.approx(10.1)
     assert all(torch.equal(run.versions["1:3"][name], tensor) for name, tensor in before[1].items())
     assert run.failures
     assert all("of run 'another', this is run 'original'" in failure for failure in run.failures)

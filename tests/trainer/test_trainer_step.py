@@ -35,7 +35,7 @@ def decay_of_matrices(model):
     ]
 
 
-def written_out(model, batch, loss_kind, proximal=None):
+def written_out(model, batch, loss_kind, proximal=None, kl_coefficient=0.1):
     """Loss and measures of all sequences by the formulas, one sequence and one token at a time."""
     total, entropies, ratios, divergences = torch.zeros(()), [], [], []
     for start, end in zip(batch.boundaries[:-1], batch.boundaries[1:], strict=True):
@@ -58,7 +58,7 @@ def written_out(model, batch, loss_kind, proximal=None):
             x = float(batch.reference_logprobs[start + t]) - pi
             entropy = -(logp[t - 1].exp() * logp[t - 1]).sum()
             divergence = x.exp() - x - 1
-            total = total + weight * (term - 0.01 * entropy + 0.1 * divergence)
+            total = total + weight * (term - 0.01 * entropy + kl_coefficient * divergence)
             divergences.append(float(divergence.detach()))
             entropies.append(float(entropy.detach()))
             ratios.append(float(ratio.detach()))
@@ -231,20 +231,24 @@ def test_at_the_first_step_the_divergence_is_nought_and_changes_nothing(results,
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_divergence_from_the_initial_policy_equals_a_plain_loop(results, ranks):
-    """torch's own AdamW on transformers' model, whose first weights judge the later ones."""
+    """torch's own AdamW on transformers' model, whose first weights judge the later ones, with a weight that rises."""
     found = results[ranks, "step_reference"]
     model = AutoModelForCausalLM.from_pretrained(results.folder / "qwen3", dtype=torch.float32)
     optimizer = torch.optim.AdamW(decay_of_matrices(model), lr=1e-3, betas=(0.9, 0.95))
     batch = merged(microbatches())
     batch = replace(batch, reference_logprobs=initial_logprobs(results, batch))
-    for step in (1, 2, 3):
+    weights = batch.loss_weights[batch.loss_weights > 0] / facts(1).denominator
+    for step, coefficient in ((1, 0.1), (2, 5.1), (3, 10.1)):
         optimizer.zero_grad()
-        loss, _, _, divergences = written_out(model, batch, "ppo")
+        loss, _, _, divergences = written_out(model, batch, "ppo", kl_coefficient=coefficient)
         loss.backward()
         optimizer.step()
         assert found[f"{step}:train/loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
         assert found[f"{step}:train/kl"] == pytest.approx(divergences.mean(), rel=1e-2, abs=1e-9)
-    assert divergences.mean() > 1e-5
+        assert found[f"{step}:train/kl_coefficient"] == pytest.approx(coefficient)
+        in_loss = coefficient * (weights * divergences).sum()
+        assert found[f"{step}:train/loss_kl"] == pytest.approx(in_loss, rel=1e-2, abs=1e-8)
+    assert in_loss > 1e-4  # so that the losses see it, too
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -29,6 +29,7 @@ PER_TOKEN = (
     "lags",
     "routings",
 )
+RISING_KL = {"kl_coefficient": 0.1, "kl_coefficient_end": 20.1, "coefficient_steps": 4}  # 0.1, 5.1 and 10.1 in the first steps
 LENGTHS = ((7, 12, 2), (5, 9, 3, 11), (12, 12))  # of the sequences in three micro-batches
 
 

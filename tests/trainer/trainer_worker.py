@@ -12,7 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from trainer_data import VOCABULARY, facts, merged, microbatches, rewarded, without_reference
+from trainer_data import RISING_KL, VOCABULARY, facts, merged, microbatches, rewarded, without_reference
 
 from prl.trainer.options import TrainOptions
 
@@ -300,7 +300,7 @@ def main(folder: Path) -> None:
     sequences = replace(tensor_parallel, loss="gspo", clip_low=0.05, clip_high=0.05, sequence_mask_high=1.1, kl_place="reward")
     steps_of("step_sequences", sequences, microbatches, 1)
     steps_of("step_sequences_merged", sequences, lambda: [merged(microbatches())], 1)
-    with_reference = replace(tensor_parallel, reference="initial")
+    with_reference = replace(tensor_parallel, reference="initial", **RISING_KL)
     bare = [without_reference(batch) for batch in microbatches()]
     steps_of("step_without_kl", replace(tensor_parallel, kl_coefficient=0.0), lambda: bare, 1)
     steps_of("step_own_logprobs", with_reference, microbatches, 1)
@@ -326,7 +326,7 @@ def main(folder: Path) -> None:
         decay(replace(OPTIONS, distributed_optimizer=True), "decay_shared")
         steps_of("step_two_data_ranks", replace(OPTIONS, peak_tflops=2.0), microbatches, 3)
         steps_of("step_one_rank_idle", replace(OPTIONS, peak_tflops=2.0), lambda: [merged(microbatches())], 1)
-        steps_of("step_reference_one_rank_idle", replace(OPTIONS, reference="initial"), lambda: [merged(bare)])
+        steps_of("step_reference_one_rank_idle", replace(OPTIONS, reference="initial", **RISING_KL), lambda: [merged(bare)])
     stop_groups()
 
 
