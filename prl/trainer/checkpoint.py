@@ -150,11 +150,6 @@ def load_checkpoint(engine: Engine, folder: Path) -> int:
     part = folder / _PART
     if not part.is_dir():
         raise FileNotFoundError(f"{folder} is no checkpoint to resume from: it has no folder {_PART}/")
-    with read_ahead(part, dist.get_rank()):
-        return _restore(engine, folder, part)
-
-
-def _restore(engine: Engine, folder: Path, part: Path) -> int:
     with _reading(part):
         facts = dist_checkpointing.load_common_state_dict(str(part)).get("facts")
     if facts is None:
@@ -166,7 +161,8 @@ def _restore(engine: Engine, folder: Path, part: Path) -> int:
     proximal = engine.proximal if facts.get("proximal") else None
     wanted = _sharded(engine, proximal, is_loading=True, optimizer=count > 0)
     dict_list_map_inplace(_merged_in_place, wanted)
-    with _reading(part), _in_place():
+    # Not before: what was read above would wait behind all that is read ahead.
+    with _reading(part), _in_place(), read_ahead(part, dist.get_rank()):
         state = dist_checkpointing.load(wanted, str(part))
     for key, gpt in _keyed(engine.gpts):
         gpt.load_state_dict(state[key])
@@ -268,8 +264,7 @@ def _local(value: Any) -> Any:
 
 
 def _content() -> dict[str, Any]:
-    """The form that can be loaded into any split. A distributed optimizer's state is gathered for it in the memory of the first
-    data-parallel rank."""
+    """The form that can be loaded into any split; who saves and loads a distributed optimizer's state is in corrections.py."""
     return {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "distrib_optim_sharding_type": "fully_reshardable",
