@@ -7,8 +7,9 @@ sequences all the time. Each round lasts `--window-s` four times over:
 
     alone      nothing else
     transfer   one update after another; what counts are the times from the first byte sent to the verified version
-    burnt      two processes burn the processor time that the transfers of this round took a second: one that of the trainer's
-               process, one that of the sampler's threads which receive
+    burnt      processes burn the processor time that the transfers of this round took a second: two that of the trainer's
+               process, two that of the sampler's threads which receive, as at each end one thread computes while another one
+               is at the wire
     copied     the same, but that they copy memory all the time, as a transfer mostly does
 
 `transfer to burnt`: tokens/s, the share that is left where a transfer costs nothing but its processor time; `transfer to
@@ -58,6 +59,7 @@ from prl.weights.shipments import Route
 
 LIMIT_S = 300.0
 RANKS = 2
+BURNERS = 2  # for each end: one process alone gets no share of two busy cores that two threads at work get
 COPIED_BYTES, COPY_BYTES = 2**28, 2**20
 LONGEST_TOKENS = 900
 
@@ -267,7 +269,7 @@ def main() -> None:
     weights = weights_of(model)
     options = SampleOptions(dtype="float32", max_model_len=1024, max_num_seqs=32, kv_cache_mib=256)
     transfers = replace(WEIGHTS, bucket_mib=args.bucket_mib, group_s=LIMIT_S, update_s=LIMIT_S)
-    processes = [Process(make) for make in (partial(Trainer, weights), Load, Burner, Burner)]
+    processes = [Process(make) for make in (partial(Trainer, weights), Load, *2 * BURNERS * [Burner])]
     try:
         with tempfile.TemporaryDirectory() as folder, sampler(Path(folder), options, model, transfers) as lab:
             measure(lab, processes, weights, args)
@@ -283,7 +285,12 @@ def measure(lab: Lab, processes: Sequence[Process], weights: Weights, args: argp
     load.do("start", lab.url, lab.token, args.sequences)
     rates: dict[str, list[float]] = {"alone": [], "transfer": [], "burnt": [], "copied": []}
     done: list[Update] = []
-    print(f"{'tokens/s':10}" + "".join(f"{name:>10}" for name in rates) + "   of a core: sender, receiver; copied", flush=True)
+    print(
+        f"{'tokens/s':10}"
+        + "".join(f"{name:>10}" for name in rates)
+        + "   of a core for sender and receiver: transfer, burnt, copied",
+        flush=True,
+    )
     for number in range(-1, args.rounds):  # the first one is not counted
         began = time.monotonic()
         time.sleep(args.window_s)
@@ -294,13 +301,14 @@ def measure(lab: Lab, processes: Sequence[Process], weights: Weights, args: argp
         transfer_s = sum(one.transfer_s for one in found)
         shares = sum(one.sent_s for one in found) / transfer_s, sum(one.received_s for one in found) / transfer_s
         spans = {"alone": [alone], "transfer": [one.span for one in found]}
+        burns = {"transfer": f"{shares[0]:.2f} {shares[1]:.2f}"}
         for name in ("burnt", "copied"):
             began = time.monotonic()
-            for burner, share in zip(burners, shares, strict=True):
-                burner.tell("burn", share, max(transfer_s, args.window_s), name == "copied")
+            for burner, share in zip(burners, BURNERS * shares, strict=True):
+                burner.tell("burn", share / BURNERS, max(transfer_s, args.window_s), name == "copied")
             spent = [burner.answer()[1] for burner in burners]
             spans[name] = [(began, time.monotonic())]
-            burns = ", ".join(f"{spent_s / (spans[name][0][1] - began):.2f}" for spent_s in spent)
+            burns[name] = " ".join(f"{sum(spent[end::2]) / (spans[name][0][1] - began):.2f}" for end in range(2))
         for name, some in spans.items():
             rate = load.do("tokens", some) / sum(end - begin for begin, end in some)
             if number >= 0:
@@ -308,7 +316,7 @@ def measure(lab: Lab, processes: Sequence[Process], weights: Weights, args: argp
         if number >= 0:
             done += found
             row = "".join(f"{of_rounds[-1]:10.0f}" for of_rounds in rates.values())
-            print(f"{number + 1:<10}{row}   {shares[0]:.2f}, {shares[1]:.2f}; {burns}", flush=True)
+            print(f"{number + 1:<10}{row}   {', '.join(burns.values())}", flush=True)
     for name in ("burnt", "copied"):
         ratios = [transfer / other for transfer, other in zip(rates["transfer"], rates[name], strict=True)]
         print(f"transfer to {name:8} {spread(ratios)} of {len(ratios)} rounds")
