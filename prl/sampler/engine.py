@@ -30,7 +30,7 @@ from prl.control.child import Child, child_from_environment, say
 from prl.flow.versions import Version
 from prl.sampler.arrival import read_version, receive_version
 from prl.sampler.lanes_in import LaneEnd, LanesInfo, check_parts, live_staging, route_of
-from prl.sampler.link import End, Link
+from prl.sampler.link import End, Link, yield_to_sampling
 from prl.sampler.live import LiveWeights, check_live
 from prl.sampler.orders import ConnectInfo, LoadInfo, ReceiveInfo, StoreInfo
 from prl.sampler.placement import Loaded, Part, Placement, direct_share, place, slab
@@ -91,6 +91,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
 
         def connect(left: threading.Event) -> End:
+            yield_to_sampling(self.device)
             info = init_info
             if route is not None and lanes is not None:
                 ours = info.epoch, self._child.index, parallel.rank, info.master_address, info.master_port
@@ -155,7 +156,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         if not info.seed and self._link is not None:  # the whole group does without a transfer group now
             self._link.leave()
             self._link = self._area.held = None
-        _in_thread(lambda: self._load(order, info, specs, parts), f"load version {info.lineage}:{info.step}")
+        self._in_thread(lambda: self._load(order, info, specs, parts), f"load version {info.lineage}:{info.step}")
 
     def store(self, info: StoreInfo) -> None:
         """Write what this worker counts of the live version to files, in a thread; a newer version ends it. Raises ValueError
@@ -168,7 +169,7 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
                 raise ValueError(f"the live version cannot be stored: {part.spec.name} cannot be read back")
         self._live.end("it was asked for again")
         self._live = live = LiveWeights()
-        _in_thread(lambda: self._store(live, info, placements), "store the live version")
+        self._in_thread(lambda: self._store(live, info, placements), "store the live version")
 
     def staged(self) -> Staged | None:
         """What was staged last; None while nothing is complete."""
@@ -191,6 +192,13 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         return staged.digest, staged.share
 
     # What threads do.
+
+    def _in_thread(self, work: Callable[[], None], name: str) -> None:
+        def behind_sampling() -> None:
+            yield_to_sampling(self.device)
+            work()
+
+        threading.Thread(target=behind_sampling, name=name, daemon=True).start()
 
     def _begin_order(self) -> int:
         order = self._area.begin()
@@ -312,7 +320,3 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
         if why and self._chunked:
             raise ValueError(f"weights.staging = chunked: vLLM's loader takes whole versions, and {next(iter(why.values()))}")
         return parts
-
-
-def _in_thread(work: Callable[[], None], name: str) -> None:
-    threading.Thread(target=work, name=name, daemon=True).start()

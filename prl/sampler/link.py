@@ -1,15 +1,27 @@
 """A worker's place in the transfer group of one epoch."""
 
+import os
 import queue
 import threading
 import traceback
 from collections.abc import Callable
+
+import torch
 
 from prl.sampler.lanes_in import LaneEnd
 from prl.weights.group import TransportError
 from prl.weights.transport import SamplerEnd
 
 End = SamplerEnd | LaneEnd
+_NICE = 5  # a third of the processor time that an engine's thread gets which wants the same core
+
+
+def yield_to_sampling(device: torch.device | str) -> None:
+    """Have the calling thread, and those that it starts from now on (gloo's among them), stand behind the engine's. Linux knows
+    niceness by threads. Receiving takes several threads as much processor time as sampling takes one, so that as equals they
+    would leave the engine a small share; accelerators sample with none."""
+    if torch.device(device).type == "cpu":
+        os.nice(_NICE)
 
 
 class Link:

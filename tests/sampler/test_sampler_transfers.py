@@ -1,8 +1,10 @@
 """A sampler's end of transfers: whole, as deltas and by lanes; and those that break, which a new epoch mends."""
 
 import contextlib
+import os
 import time
 
+import psutil
 from answers import LONG, PROMPT
 from inflight import nudged
 from lane_trainer import lane_trainer, meet, route_to
@@ -29,6 +31,21 @@ def test_a_transfer_that_breaks_off_is_reported_and_a_new_epoch_mends_it(lab, mo
     assert lab.generate(PROMPT, max_tokens=3).result(30).status == 200
     lab.connect()
     lab.update(weights_of(models[1]))
+
+
+def test_threads_that_receive_stand_behind_those_that_sample(lab, models):
+    """Our own and gloo's, in the process of the engine; its first thread samples."""
+    lab.connect()
+    lab.update(weights_of(models[0]))
+    server = psutil.Process(lab.process.pid)
+    nice: dict[int, list[int]] = {}
+    for process in (server, *server.children(recursive=True)):
+        own = os.getpriority(os.PRIO_PROCESS, process.pid)
+        nice[process.pid] = [os.getpriority(os.PRIO_PROCESS, thread.id) - own for thread in process.threads()]
+    engine = max(nice, key=lambda pid: nice[pid].count(5))
+    assert nice[engine].count(5) >= 2
+    assert {more for pid, threads in nice.items() for more in threads if pid != engine} == {0}
+    assert set(nice[engine]) == {0, 5}
 
 
 def test_versions_that_come_as_deltas_are_what_the_trainer_has(lab, models):
