@@ -66,7 +66,8 @@ data/ (the preprocessor)
     quarantined_files          rollout files that could not be read, so far
 weights/ (orchestrator and samplers), of a version that samplers serve; the trainer's stall for it is train/send_s
     transfer_s                 on its way: sent (send_s), or written and read (send_s and the longest receive_s)
-    pause_s                    longest time for which a sampler stood still for this version
+    pause_s                    longest time for which a sampler stood still for this version, from the end of the engine's step
+                               that was under way
     gap_s                      longest time between two tokens of one sequence around the update
     receive_s                  longest time from the armed receiver, or from the order to read, to the verified version
     send_s, commit_s, update_s the trainer's sending or writing; pause and copy at all samplers; from the offer to the end

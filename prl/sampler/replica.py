@@ -22,7 +22,7 @@ class CommitRefused(Exception):
 class Commit:
     version: Version
     digest: int  # of the live parameters, all workers together
-    pause_s: float  # the engine was stopped for so long
+    pause_s: float  # the engine stood still for so long, from the end of the step that it was at when it was asked to
     gap_s: float  # between the tokens before and behind it; `pause_s` where nothing was in flight
 
 
@@ -137,6 +137,7 @@ class Replica:
         if self._still_since_s is None:
             self._traffic.paused(began)
         results = await self._engine.collective_rpc("prl_commit")
+        still_s = self._traffic.still_s(began)
         wrong = [f"worker {worker}: {result['error']}" for worker, result in enumerate(results) if "error" in result] or [
             f"the live parameters of {where} have digest {value}, not {digest}"
             for where, value in _digests(results).items()
@@ -146,7 +147,7 @@ class Replica:
             await self._close(f"version {version} is not what was sent: {'; '.join(wrong)}")
         # One call behind the other without waiting in between: the engine takes them in this order.
         await asyncio.gather(core.set_weight_version_async(str(version)), core.resume_scheduler_async())
-        pause_s = time.monotonic() - began
+        pause_s = time.monotonic() - still_s
         self._traffic.label = str(version)
         self.version, self.closed = version, None
         self._goes_on()

@@ -35,6 +35,11 @@ class Traffic:
         in_flight = self._outputs.get_num_unfinished_requests()
         self._first = asyncio.get_running_loop().create_future() if in_flight else None
 
+    def still_s(self, asked_s: float) -> float:
+        """The monotonic time since which the engine stands still, as a pause that it has confirmed was asked for at `asked_s`:
+        it ended the step that it was at first, whose tokens count as any other's."""
+        return asked_s if self._last_s is None else max(asked_s, self._last_s)
+
     async def gap_s(self) -> float | None:
         """Time between the last output before the pause and the first one after it, in seconds; None where nothing was in
         flight, or all of it was aborted. Waits for that output; where it does not come in good time, the time so far."""

@@ -124,6 +124,29 @@ def test_a_version_that_comes_in_time_has_no_deadline_behind_it():
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
+def test_a_pause_begins_where_the_step_under_way_ends():
+    """The tokens of that step come a while after the engine was asked to stand still, and count as sampled before it did."""
+
+    async def main() -> None:
+        engine, replica = standing()
+        engine.in_flight = 1
+        engine.staged = {"version": str(VERSION), "digest": str(DIGEST), "share": False}
+
+        async def pause(mode: str, clear_cache: bool) -> None:
+            await asyncio.sleep(0.6)
+            engine.output_processor.process_outputs([None], time.monotonic())
+
+        async def resume() -> None:
+            engine.output_processor.process_outputs([None], time.monotonic() + 0.1)
+
+        engine.engine_core.pause_scheduler_async, engine.engine_core.resume_scheduler_async = pause, resume
+        commit = await replica.commit(VERSION, DIGEST, clear_cache=False)
+        assert 0 < commit.pause_s < 0.3
+        assert 0.1 <= commit.gap_s < 0.5
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 def test_an_engine_that_does_not_answer_does_not_keep_those_who_wait():
     """It has not confirmed that it stands still, and nobody tells the sampler anything any more."""
 
