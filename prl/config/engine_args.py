@@ -30,13 +30,14 @@ _NAMED = {
     "quantization": "sample.quantization",
     "tensor-parallel-size": "sample.tensor_parallel",
 }
-# With other values the weights would not arrive, log-probs would not be the policy's, or requests would not reach the server.
+# With other values the weights would not arrive, log-probs would not be the policy's, requests would not reach the server, or
+# nothing would be counted.
 _OWN = (
     *("host", "port", "uds", "root-path", "api-key", "middleware", "grpc", "grpc-port", "served-model-name", "headless"),
     *("load-format", "generation-config", "override-generation-config", "logprobs-mode", "enable-scale-out", "config"),
     *("worker-cls", "worker-extension-cls", "weight-transfer-config", "pipeline-parallel-size", "api-server-count"),
     *("nnodes", "node-rank", "master-addr", "master-port", "quantization-config"),
-    *("enable-expert-parallel", "enable-eplb", "eplb-config"),
+    *("enable-expert-parallel", "enable-eplb", "eplb-config", "disable-log-stats"),
 )
 _OWN_PREFIXES = ("data-parallel-", "ssl-")
 _BOUNDS: dict[str, Callable[[float], Bound]] = {">=": AtLeast, ">": Above, "<=": AtMost, "<": Below}

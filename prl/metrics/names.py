@@ -12,6 +12,7 @@ samplers    orchestrator, at each change   -     samplers/*                 even
 phase       orchestrator (and prl-submit)  -     -                          name: what begins at the event's time
 model       node agent, once an attempt    -     model/*                    obstacle: why it copied nothing, or empty
 usage       orchestrator or node agent     -     usage/*, cumulative        role, process: whom it speaks of
+engine      sampler, every report_s        -     engine/*
 scalars     anyone, at any time            any   anything
 
 train/ (the trainer)
@@ -86,6 +87,12 @@ samplers/ (the orchestrator)
     seeded                     replicas that came (back) and got their weights from another one, so far
     epoch                      groups for the weights that were needed so far
     fenced_<why>               replicas that stopped serving, so far: died, failed, silent, unreachable, late, refused, mismatch
+engine/ (samplers), as vLLM counts
+    running, waiting           requests that are being sampled; that wait for their turn or for room in the KV cache
+    kv_cache_share             of the KV cache, in use: 0 to 1
+    prefix_hit_share           of the prompts' tokens that were looked up since the line before, found in the KV cache: 0 to 1
+    preemptions                requests that had to give up their KV cache, since the process began; these, too:
+    prompt_tokens, generated_tokens
 processes/ (the orchestrator)
     restarts                   actors, verifiers and preprocessors that were started again, so far
 checkpoint/ (the orchestrator)
@@ -114,6 +121,7 @@ PROCESSES = "processes"
 PHASE = "phase"
 MODEL = "model"
 USAGE = "usage"
+ENGINE = "engine"
 
 LOSS = "train/loss"
 LOSS_PART_PREFIX = "train/loss_"  # and the name of a part
@@ -161,6 +169,14 @@ RESTARTS = "samplers/restarts"
 SEEDED = "samplers/seeded"
 EPOCH = "samplers/epoch"
 FENCED_PREFIX = "samplers/fenced_"  # and a reason
+
+ENGINE_RUNNING = "engine/running"
+ENGINE_WAITING = "engine/waiting"
+KV_CACHE_SHARE = "engine/kv_cache_share"
+PREFIX_HIT_SHARE = "engine/prefix_hit_share"
+PREEMPTIONS = "engine/preemptions"
+PROMPT_TOKENS = "engine/prompt_tokens"
+GENERATED_TOKENS = "engine/generated_tokens"
 
 PROCESS_RESTARTS = "processes/restarts"
 

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from prl.config.bounds import AtLeast
+from prl.config.bounds import Above, AtLeast
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsOptions:
     tensorboard: Annotated[bool, "write TensorBoard scalars beside the JSONL files"] = True
     flush_s: Annotated[float, "seconds between two flushes of a process's JSONL file", AtLeast(0)] = 1.0
+    report_s: Annotated[float, "seconds between two lines of what a sampler's engine or a verifier counts", Above(0)] = 10.0

@@ -117,6 +117,7 @@ class RunRecord:
     phases: Sequence[Phase]
     preflight: PreflightFacts | None  # of the last attempt that has one
     samplers: Sequence[SamplerChange]
+    engines: Sequence[Event]  # what samplers' engines counted, as time goes on
     usage: Sequence[UsageSeries]
     discards: Mapping[str, int]  # rollouts by reason
     notes: Sequence[str]  # what could not be read
@@ -149,6 +150,7 @@ def read_run(path: Path | str) -> RunRecord:
         phases=_phases(events),
         preflight=preflights[-1] if preflights else None,
         samplers=_sampler_changes(events),
+        engines=sorted((event for event in events if event.kind == names.ENGINE), key=lambda event: event.time),
         usage=_usage(events),
         discards=discards,
         notes=[*notes, *odd, *ends, *_refused(run, attempts), *_failed_saves(events), *_restarts(events), *_not_staged(events)],

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from prl.metrics import names
-from prl.report.summary import Spread, Summary
+from prl.report.summary import Engines, Spread, Summary
 from prl.runfolder.preflight import PreflightFacts
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -152,7 +152,19 @@ def _weights(s: Summary) -> Iterator[str]:
         yield f"passed over {s.passed_over:,} of the versions for newer ones, as an update lasted longer than a step"
 
 
+def _engines(engines: Engines) -> Iterator[str]:
+    for words, share in {"KV cache": engines.kv_cache_share, "prefix hits": engines.prefix_hit_share}.items():
+        if share:
+            yield f"{words:<11} p50 {_percent(share.p50)}, max {_percent(share.max)}"
+    if engines.waiting and engines.waiting.max:
+        yield f"waiting     p50 {engines.waiting.p50:,.0f}, max {engines.waiting.max:,.0f} requests of one sampler"
+    if engines.preemptions:
+        yield f"preempted   {engines.preemptions:,} times a request lost its KV cache to others: see sample.max_num_seqs"
+
+
 def _samplers(s: Summary) -> Iterator[str]:
+    if s.engines is not None:
+        yield from _engines(s.engines)
     if s.samplers is None:
         return
     fenced = ", ".join(f"{count} {reason}" for reason, count in s.samplers.fenced.items())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from prl.metrics import names
+from prl.metrics.events import Event
 from prl.report.read import Float64, RunRecord, UsageSeries
 from prl.runfolder.logs import BATCH_FAILED
 from prl.runfolder.preflight import PreflightFacts
@@ -49,6 +50,16 @@ class Samplers:
     seeded: int  # got their weights from another one
     fenced: Mapping[str, int]  # by reason
     changes: Sequence[tuple[float, str]]  # seconds since the attempt's first event, what happened; from the first trouble on
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What vLLM counted, over all samplers and attempts; the spreads over the lines that they wrote."""
+
+    kv_cache_share: Spread | None  # in use: 0 to 1
+    prefix_hit_share: Spread | None  # of prompts' tokens: 0 to 1
+    waiting: Spread | None  # requests of one sampler
+    preemptions: int
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,7 @@ class Summary:
     changed_share: Spread | None  # of the values, in versions of which only those were sent
     passed_over: int  # versions that were never sent, since an update outlasted a step
     samplers: Samplers | None  # None: none ever failed
+    engines: Engines | None
     usage: Sequence[RoleUsage]
     discards: Mapping[str, int]
     notes: Sequence[str]  # what could not be read
@@ -159,6 +171,7 @@ def summarize(record: RunRecord, now: float) -> Summary:
         changed_share=_spread(weights.column(names.CHANGED_SHARE)),
         passed_over=int(np.nansum(record.weights.column(names.PASSED_OVER))),
         samplers=_samplers(record),
+        engines=_engines(record.engines),
         usage=_usage(record.usage),
         discards=record.discards,
         notes=record.notes,
@@ -295,6 +308,22 @@ def _samplers(record: RunRecord) -> Samplers | None:
         fenced=fenced,
         changes=[(change.time - began.get(change.attempt, change.time), change.words) for change in troubled],
     )
+
+
+def _engines(events: Sequence[Event]) -> Engines | None:
+    if not events:
+        return None
+
+    def spread(name: str) -> Spread | None:
+        return _spread(np.array([event.values.get(name, math.nan) for event in events], np.float64))
+
+    preemptions, last = 0, dict[tuple[int, int], int]()
+    for event in events:
+        who, count = (event.attempt, event.index), int(event.values.get(names.PREEMPTIONS, 0))
+        before = last.get(who, 0)
+        preemptions += count - before if count >= before else count  # a process that was started again counts anew
+        last[who] = count
+    return Engines(spread(names.KV_CACHE_SHARE), spread(names.PREFIX_HIT_SHARE), spread(names.ENGINE_WAITING), preemptions)
 
 
 def _usage(series: Sequence[UsageSeries]) -> Sequence[RoleUsage]:

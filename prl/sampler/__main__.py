@@ -5,6 +5,8 @@ import os
 
 from prl.control.child import Child, run_child
 from prl.control.client import ControlClient
+from prl.metrics import names
+from prl.metrics.events import MetricsWriter
 from prl.sampler.server import Serving, prepare_environment, private_sockets, server_arguments, serving
 
 
@@ -14,17 +16,24 @@ async def main(child: Child, client: ControlClient) -> None:
         raise ValueError("PRL_PORT is not set: a sampler needs a port to serve on")
     gpu = prepare_environment(options, child.host)
     arguments = server_arguments(str(child.model), child.host, child.port, options, gpu)
-    with private_sockets():
+    metrics = MetricsWriter(child.run.metrics, child.role, child.index, child.attempt, flush_s=child.config.metrics.flush_s)
+    with metrics, private_sockets():
         async with serving(arguments, child.token, child.config.weights, options.no_token_s) as server:
-            await _serve(server, client, options.tensor_parallel)
+            await client.join({"url": server.url, "workers": options.tensor_parallel})
+            client.progress("serving")
+            await _serve(server, client, metrics, child.config.metrics.report_s)
 
 
-async def _serve(server: Serving, client: ControlClient, workers: int) -> None:
+async def _serve(server: Serving, client: ControlClient, metrics: MetricsWriter, report_s: float) -> None:
     """Until the run ends. Raises RuntimeError where the server does before."""
-    await client.join({"url": server.url, "workers": workers})
-    client.progress("serving")
+    from prl.sampler.counts import EngineCounts
+
+    counts = EngineCounts()
     stopping = asyncio.create_task(client.stopping.wait())
-    await asyncio.wait({stopping, server.ended}, return_when=asyncio.FIRST_COMPLETED)
+    ends = {stopping, server.ended}
+    while not (await asyncio.wait(ends, timeout=report_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+        metrics.write(counts.look(), kind=names.ENGINE)
+    metrics.write(counts.look(), kind=names.ENGINE)
     stopping.cancel()
     if server.ended.done():
         raise RuntimeError(f"{server.ended.result()}: see this process's log")

@@ -87,7 +87,6 @@ def server_arguments(model: str, host: str, port: int, options: SampleOptions, g
         "enable-scale-out": True,  # /inference/v1/generate
         "worker-extension-cls": "prl.sampler.extension.WorkerExtension",
         "weight-transfer-config": '{"backend": "prl"}',
-        "disable-log-stats": True,
         "disable-uvicorn-access-log": True,
     }
     if options.kv_cache_mib is not None:

@@ -8,11 +8,9 @@ from prl.metrics.events import MetricsWriter
 from prl.verifier.pool import Pool
 from prl.verifier.service import VerifierService
 
-_REPORT_S = 10.0  # seconds between two lines of metrics
-
 
 async def main(child: Child, control: ControlClient) -> None:
-    options = child.config.verifier
+    options, report_s = child.config.verifier, child.config.metrics.report_s
     pool = Pool(options.processes, options.check_s, options.memory_mib)
     metrics = MetricsWriter(child.run.metrics, child.role, child.index, child.attempt, flush_s=child.config.metrics.flush_s)
     with metrics:
@@ -22,12 +20,11 @@ async def main(child: Child, control: ControlClient) -> None:
             while not control.stopping.is_set():
                 before = service.checks
                 try:
-                    async with asyncio.timeout(_REPORT_S):
+                    async with asyncio.timeout(report_s):
                         await control.stopping.wait()
                 except TimeoutError:
-                    metrics.write(
-                        {"verifier/checks_per_s": (service.checks - before) / _REPORT_S, "verifier/killed": pool.killed}
-                    )
+                    checks_per_s = (service.checks - before) / report_s
+                    metrics.write({"verifier/checks_per_s": checks_per_s, "verifier/killed": pool.killed})
                     control.progress("checking answers")
 
 

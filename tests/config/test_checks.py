@@ -134,7 +134,14 @@ def test_rewards_that_are_not_compared_need_no_others(good):
         ),
         *(
             ("sample", {"engine_args": {name: 2}}, f"sample.engine_args.{name}: is set by prl and cannot be changed")
-            for name in ("logprobs-mode", "data_parallel_size", "weight-transfer-config.backend", "load-format", "no-headless")
+            for name in (
+                "logprobs-mode",
+                "data_parallel_size",
+                "weight-transfer-config.backend",
+                "load-format",
+                "no-headless",
+                "disable_log_stats",
+            )
         ),
         ("actor", {"max_tokens": 64}, "actor.max_tokens = 64: leaves no room for a prompt in sample.max_model_len = 64"),
         ("actor", {"processes": 0}, "actor.processes = 0: must be at least 1"),

@@ -433,3 +433,23 @@ def test_samplers_that_failed_are_told_with_their_reasons(tmp_path):
         writer.write(values, kind="samplers", labels={"event": "sampler 0 did not answer"}, time=T0 + 99)
     samplers = summarize(read_run(run.path), now=T0).samplers
     assert (samplers.serving, samplers.restarts, samplers.fenced) == (1, 3, {"died": 3, "late": 1})
+
+
+def test_what_engines_counted_is_told_of_all_samplers(tmp_path):
+    """Sampler 1 was started again within attempt 1, so that its counts begin anew; so they do with an attempt."""
+    run = new_run(tmp_path, attempts=2)
+    counts = {(1, 0): [(0.1, 4, 1), (0.3, 0, 2)], (1, 1): [(0.5, 9, 5), (0.2, 1, 0), (0.2, 2, 1)], (2, 0): [(0.9, 0, 3)]}
+    for (attempt, index), lines in counts.items():
+        with MetricsWriter(run.metrics, "sampler", index, attempt) as writer:
+            for number, (share, waiting, preemptions) in enumerate(lines):
+                values = {"kv_cache_share": share, "waiting": waiting, "preemptions": preemptions}
+                if number == 1:
+                    values["prefix_hit_share"] = 0.25
+                writer.write({f"engine/{name}": value for name, value in values.items()}, kind="engine", time=T0 + number)
+    summary = summarize(read_run(run.path), now=T0)
+    assert summary.engines.preemptions == 2 + (5 + 1) + 3
+    text = render(summary)
+    assert "KV cache    p50 25 %, max 90 %" in text
+    assert "prefix hits p50 25 %, max 25 %" in text
+    assert "waiting     p50 2, max 9 requests of one sampler" in text
+    assert "preempted   11 times" in text

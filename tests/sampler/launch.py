@@ -26,6 +26,7 @@ from prl.config.schema import Config
 from prl.control.server import ControlServer, Member
 from prl.control.token import create_token
 from prl.domains.options import DomainOptions
+from prl.metrics.options import MetricsOptions
 from prl.runfolder.paths import RunFolder
 from prl.sampler.options import SampleOptions
 from prl.trainer.options import TrainOptions
@@ -35,6 +36,7 @@ from prl.weights.transport import TrainerEnd
 HOST = "127.0.0.1"
 START_S = 180.0
 WEIGHTS = WeightsOptions(bucket_mib=1, group_s=30.0, update_s=30.0)
+METRICS = MetricsOptions(report_s=0.5, flush_s=0.1)
 TRAIN = TrainOptions(tensor_parallel=2)  # of the ranks that send by lanes
 OPTIONS = SampleOptions(
     dtype="float32",
@@ -131,7 +133,8 @@ def run_folder(folder: Path, options: SampleOptions, model: PreTrainedModel, wei
     run = RunFolder(folder / "run")
     run.create()
     save(model, run.model)
-    run.config.write_text(dump(Config(sample=options, weights=weights, train=TRAIN, domains=(DomainOptions(name="digits"),))))
+    config = Config(sample=options, weights=weights, train=TRAIN, metrics=METRICS, domains=(DomainOptions(name="digits"),))
+    run.config.write_text(dump(config))
     return run
 
 

@@ -11,6 +11,8 @@ from answers import LONG, PROMPT, logprobs
 from launch import HOST
 from tiny_models import EOS, weights_of
 
+from prl.metrics.events import Event, read_events
+
 
 def test_it_joined_with_its_address_and_workers(lab):
     assert lab.joined == {"url": lab.url, "workers": 1}
@@ -147,3 +149,38 @@ def test_a_fenced_sampler_hands_back_what_it_has_and_serves_nothing_until_the_ne
     assert (refused.status, refused.body) == (503, {"error": "it held other weights"})
     lab.update(weights_of(models[1]))
     assert lab.ask(PROMPT, max_tokens=3).result(30).status == 200
+
+
+def test_what_the_engine_counts_is_in_the_samplers_metrics(lab, models):
+    """The cache keeps whole blocks of 128 tokens: of a prompt of 300 that comes again, 256 are found."""
+
+    def counted(after_s: float) -> list[Event]:
+        return [event for event in read_events(lab.folder.metrics / "sampler-0.jsonl")[0] if event.time > after_s]
+
+    def next_line() -> Event:
+        asked_s, end = time.time(), time.monotonic() + 20
+        while not (found := counted(asked_s)):
+            assert time.monotonic() < end, "no line within 20 s"
+            time.sleep(0.05)
+        assert (found[0].role, found[0].kind, found[0].attempt) == ("sampler", "engine", 1)
+        return found[0]
+
+    lab.update(weights_of(models[0]))
+    assert lab.ask([1, 10], max_tokens=2).result(60).status == 200
+    before = next_line()
+    assert [before.values[f"engine/{name}"] for name in ("running", "waiting", "kv_cache_share")] == [0, 0, 0]
+    prompt = [number % 10 + 1 for number in range(300)]
+    assert lab.ask(prompt, n=3, temperature=1.0, max_tokens=7, ignore_eos=True).result(60).status == 200
+    after = next_line()
+    assert after.values["engine/generated_tokens"] - before.values["engine/generated_tokens"] == 3 * 7
+    assert after.values["engine/prompt_tokens"] - before.values["engine/prompt_tokens"] == 3 * 300
+    assert after.values["engine/preemptions"] == before.values["engine/preemptions"]
+    assert lab.ask(prompt, max_tokens=1).result(60).status == 200
+    next_line()
+    shares = [event.values.get("engine/prefix_hit_share") for event in counted(after.time)]
+    assert [share for share in shares if share is not None] == [pytest.approx(256 / 300)]
+    stream = lab.stream(PROMPT, max_tokens=LONG)
+    while_asked = next_line()
+    assert while_asked.values["engine/running"] == 1
+    assert 0 < while_asked.values["engine/kv_cache_share"] < 1
+    assert len(stream.times) > 1
