@@ -22,6 +22,7 @@ from prl.config.memory import (
 )
 from prl.config.model_checks import model_of
 from prl.config.schema import Config
+from prl.config.staging import describe_staging
 from prl.runfolder.paths import RunFolder
 
 JOB_BEFORE = "JOB"  # stands for the id of a job that was not sent
@@ -41,6 +42,7 @@ def show_plan(config: Config, split: Split, folder: RunFolder, attempt: int) -> 
         print(f"  a checkpoint is written from a copy of up to {size_in_words(saved)} in the memory of a node")
     if model is not None and not config.run.replay:
         print(describe_weights(model, config))
+        print(describe_staging(config, model))
     if split.kind != "local":
         gpus, time_min, chain = config.cluster.gpus_per_node, config.cluster.time_min, config.cluster.chain
         used, unit = split.nodes * (gpus or 1) * time_min / 60, "GPU-hours" if gpus else "node-hours"

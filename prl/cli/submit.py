@@ -35,8 +35,10 @@ from prl.cluster.split import Split, make_split, settle_mode
 from prl.cluster.submission import Submission
 from prl.config.checks import check, check_numbers
 from prl.config.load import ConfigError
+from prl.config.model_checks import model_of
 from prl.config.paths import check_named
 from prl.config.schema import Config
+from prl.config.staging import settle_staging
 from prl.control.ports import free_port
 from prl.runfolder.outcome import OutcomeError
 from prl.runfolder.paths import RunFolder
@@ -97,6 +99,7 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
     config, folder, attempt = read_config(options)
     check_numbers(config)
     config = _settled(config, insists=options.nodes is not None)
+    config = settle_staging(config, model_of(config))
     split = make_split(config)
     problems = [*request_problems(config, split)]
     if problems:

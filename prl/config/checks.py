@@ -15,6 +15,7 @@ from prl.config.model_checks import model_and_problems, model_file_problems, sha
 from prl.config.optimizer_checks import optimizer_problems, optimizer_warnings
 from prl.config.paths import is_path_key
 from prl.config.schema import Config
+from prl.config.staging import needs_whole_versions
 
 NAME_CHARACTERS = 100
 STEP_ROLLOUTS = 10**7
@@ -151,11 +152,10 @@ def _parts(config: Config) -> Iterator[str]:
         yield (
             "streams.keep = all: Redis keeps no rollout that is done with; set streams.backend: folder, or streams.keep: needed"
         )
-    whole_deltas = config.weights.delta and config.weights.transport == "gather"
-    if config.weights.staging == "chunked" and (whole_deltas or sample.quantization != "none"):
-        key = "weights.delta = true" if whole_deltas else f"sample.quantization = {sample.quantization}"
-        yield f"weights.staging = chunked: {key} keeps or needs a whole version beside the live one; give up one of the two"
     if config.weights.staging == "chunked":
+        whole = needs_whole_versions(config, None)
+        if whole:
+            yield f"weights.staging = chunked: {whole}; give up one of the two"
         for key in ("request_s", "rollout_s"):
             if getattr(actor, key) <= config.weights.stillness_s:
                 yield (

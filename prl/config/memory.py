@@ -213,6 +213,19 @@ def kept_bytes(config: Config, model: ModelConfig, ranks: int) -> int:
     return -(-version // ranks) if config.weights.transport == "lanes" else version
 
 
+def arriving_bytes(config: Config, model: ModelConfig) -> int:
+    """Of a version beside the live one, on a worker of a sampler."""
+    version = _version_bytes(config, model)
+    return version if config.weights.transport == "gather" else version // config.sample.tensor_parallel
+
+
+def bucket_bytes(config: Config, model: ModelConfig) -> int:
+    """Of all buckets that a worker of a sampler takes while a version arrives; deltas take one more."""
+    count = {"gather": 1, "lanes": 2, "filesystem": 0}[config.weights.transport]
+    count += config.weights.delta and config.weights.transport != "filesystem"
+    return min(count * config.weights.bucket_mib * 2**20, _version_bytes(config, model))
+
+
 def describe_memory(
     model: ModelConfig, train: TrainOptions, ranks: int, tokens: int, sent_bytes: int = 0, kept_bytes: int = 0
 ) -> str:
@@ -229,24 +242,20 @@ def describe_memory(
 def describe_weights(model: ModelConfig, config: Config) -> str:
     """What a version of the weights takes on its way to the samplers, in memory and on disk, a line each."""
     version = _version_bytes(config, model)
-    staged, when, besides = (
-        version // config.sample.tensor_parallel,
-        "while a sampler that came back gets its weights",
-        list[str](),
-    )
+    when = "while a sampler that came back gets its weights"
+    besides = list[str]()
     match config.weights.transport:
         case "filesystem":
             when = "while each version is written"
         case "lanes":
-            buckets = size_in_words(min((3 if config.weights.delta else 2) * config.weights.bucket_mib * 2**20, version))
+            buckets = size_in_words(bucket_bytes(config, model))
             besides = [
                 f"each trainer rank and each worker takes up to {buckets} of buffers besides",
                 "where no lanes can be built and files are used, the first trainer rank gathers the whole version",
             ]
-        case "gather":
-            staged = version
     keeps = config.weights.delta and config.weights.transport == "gather"
-    held = f"a sampler's worker holds {size_in_words(staged)} more {'at all times' if keeps else 'while one arrives'}"
+    more = "more at all times" if keeps else "more while one arrives"
+    held = f"a sampler's worker holds {size_in_words(arriving_bytes(config, model))} {more}"
     if config.weights.staging == "chunked":
         held = "samplers stand still while it is written over the last one, bucket by bucket"
     return "\n    ".join(

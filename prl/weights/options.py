@@ -16,12 +16,14 @@ class WeightsOptions:
         "are used anyway",
     ] = "gather"
     staging: Annotated[
-        Literal["full", "chunked"],
+        Literal["auto", "full", "chunked"],
         "full: a version arrives beside the one that is sampled from, and takes its place in a short pause; chunked: where the "
         "samplers' memory does not allow that, they stand still while it arrives, and each bucket is written over the last "
         "version. Where none has come within group_s and update_s together they hand back what they were asked, and serve "
-        "nothing until a whole version has come",
-    ] = "full"
+        "nothing until a whole version has come. auto: chunked where accelerators, as far as their memory is known, hold no "
+        "second version beside what vLLM takes (sample.gpu_memory_utilization), and nothing else wants whole versions; else "
+        "full. prl-submit settles it, --dry-run says why",
+    ] = "auto"
     bucket_mib: Annotated[int, "size of one packed transfer, in MiB", AtLeast(1), Below(2**17)] = 256
     group_s: Annotated[float, "deadline of building the transfer group, in seconds", Above(0)] = 120.0
     update_s: Annotated[

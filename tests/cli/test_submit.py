@@ -34,7 +34,9 @@ def test_dry_run_tells_what_a_trainer_rank_needs_and_refuses_what_it_has_not(con
     assert re.search(r"a trainer rank of stage [01] needs about \d+\.\d MiB", out)
     assert re.search(r"a checkpoint is written from a copy of up to \d\.\d MiB in the memory of a node", out)
     assert submit.main([*arguments, "weights.staging=chunked"]) == 0
-    assert "samplers stand still while it is written over the last one, bucket by bucket" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "samplers stand still while it is written over the last one, bucket by bucket" in out
+    assert "weights.staging = chunked; whether samplers have the memory" in out
     assert submit.main([*arguments, "cluster.gpu_memory_gib=0.001"]) == 2
     error = capsys.readouterr().err
     assert re.search(r"cluster\.gpu_memory_gib = 0\.001: a trainer rank needs about 0\.\d; raise", error)
