@@ -10,7 +10,7 @@ import pytest
 from checkpoint_layouts import LAYOUTS, MODELS, OPTIONS, SHARED, origins
 from ranks import Results, run_ranks
 from same_state import assert_exported, assert_goes_on, assert_same_state
-from written_bytes import bytes_of_tensors
+from written_bytes import bytes_of_tensors, largest_state
 
 from prl.config.memory import saved_bytes
 
@@ -70,7 +70,7 @@ def test_each_rank_writes_what_was_said(split, model, layout):
     found = bytes_of_tensors(split.folder / "ranks_2" / model / layout / "trainer", 2)
     options = replace(OPTIONS[model], **LAYOUTS[model][layout])
     said = [saved_bytes(MODELS[model], options, 2, rank) for rank in range(2)]
-    largest = 12 * MODELS[model].vocabulary * MODELS[model].hidden_size if layout in ("data_shared", "context_shared") else 0
+    largest = largest_state(MODELS[model]) if layout.endswith("_shared") else 0
     assert 0.9 * sum(said) <= sum(found) <= sum(said)
     for rank in range(2):
         assert 0.9 * said[rank] - largest <= found[rank] <= said[rank] + largest
