@@ -56,7 +56,7 @@ def _again(run: RunFolder, last: int, record: Record) -> tuple[int | None, str]:
     means = Means(requeue=True, chain=0, fruitless=load(run.config).cluster.fruitless_attempts)
     then = decide(reason, steps_before(run, last + 1), means) if reason in GOES_ON else Decision("requeue", reason)
     if outcome is None:
-        write_silent_end(run, last, replace(then, words=f"Slurm has put the job into the queue again: {then.words}"))
+        write_silent_end(run, last, then)
     if then.next == "stop":
         dismiss_followers(run, last)
         return None, f"job {job_id} was put into the queue again and has nothing to do: {then.words}"

@@ -122,7 +122,7 @@ def test_an_error_before_the_orchestrator_begins_would_be_met_again(start):
     assert "prl: attempt 1: its step failed before its orchestrator had begun: an error" in folder.batch_log(1).read_text()
 
 
-def test_a_job_that_is_put_into_the_queue_again_has_a_log_of_its_own_and_ends_once_it_gets_nowhere(start):
+def test_a_job_that_is_put_into_the_queue_again_has_a_log_of_its_own(start):
     folder, (job,) = start(jobs.begin_and_wait, requeue=True)
     wait_until(folder.plan(1).exists, "the first attempt")
     before = folder.batch_log(1).read_text()
@@ -132,10 +132,22 @@ def test_a_job_that_is_put_into_the_queue_again_has_a_log_of_its_own_and_ends_on
     assert folder.batch_log(2).exists()
     assert f"job {job} was put into the queue again and goes on as attempt 2" in folder.batch_log(1).read_text()
     assert folder.batch_log(1).read_text().startswith(before)
-    subprocess.run(["scontrol", "requeue", job], check=True, timeout=30)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_put_into_the_queue_again_and_again_ends_once_it_gets_nowhere(start):
+    folder, (job,) = start(jobs.begin_and_wait, requeue=True, time_min=10)
+    for attempt in (1, 2):  # cluster.fruitless_attempts
+        wait_until(folder.plan(attempt).exists, f"attempt {attempt}")
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=30)
     wait_until(lambda: not jobs_in_queue([job]), "the end of the job")
     assert folder.attempts() == [1, 2]
-    assert [read_outcome(folder.exit(attempt)).next for attempt in (1, 2)] == ["requeue", "stop"]
+    assert job_state(job) == "COMPLETED"
+    ends = [read_outcome(folder.exit(attempt)) for attempt in (1, 2)]
+    assert [(end.outcome, end.reason, end.next) for end in ends] == [
+        ("failed", "requeued", "requeue"),
+        ("failed", "requeued", "stop"),
+    ]
     nothing = f"job {job} was put into the queue again and has nothing to do: requeued; 2 attempts in a row trained no step"
     assert nothing in folder.batch_log(1).read_text()
 
