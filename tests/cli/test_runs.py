@@ -72,7 +72,7 @@ def test_a_job_that_slurm_starts_again_is_followed_to_the_end_of_its_last_attemp
     rows = f"printf '{HEADER}\n63+0|COMPLETED|0:0|None|None|n1\n63+1|COMPLETED|0:0|None|None|n[2-3]\n'"
     stand_in(run.path, monkeypatch, squeue=GONE, sacct=rows)
     first, config = reopen(run, 2), load(run.config)
-    Outcome("left", "the time limit is near", code=75).write(run.exit(2))
+    Outcome("left", "the time limit is near", code=75, steps=3).write(run.exit(2))
     for attempt in (3, 4):
         run.plan(attempt - 1).write_text("{}")
         assert begin(run, "63")[0] == attempt
