@@ -11,6 +11,7 @@ from prl.config.folder_checks import new_folder_problems, resumed_folder_problem
 from prl.config.load import ConfigError, out_of_bounds
 from prl.config.loss_checks import loss_problems, loss_warnings
 from prl.config.machine import free_memory_bytes, machine_problems
+from prl.config.memory import copies_versions
 from prl.config.model_checks import model_and_problems, model_file_problems, shape_problems
 from prl.config.optimizer_checks import optimizer_problems, optimizer_warnings
 from prl.config.paths import is_path_key
@@ -167,6 +168,12 @@ def _parts(config: Config) -> Iterator[str]:
         yield (
             f"weights.delta = true: what samplers quantise (sample.quantization = {sample.quantization}) cannot be read back, "
             f"for lanes to send what differs from it; set weights.transport: gather, or false here"
+        )
+    if config.weights.overlap and copies_versions(config):
+        yield (
+            f"weights.overlap = true: with weights.transport = {config.weights.transport} tensors of this trainer are put "
+            f"together, cast or merged first, which takes groups and memory that its passes need; set weights.transport: "
+            f"lanes, or false here"
         )
     if control.lost_after_s <= control.heartbeat_s:
         yield (

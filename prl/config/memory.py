@@ -195,14 +195,16 @@ def microbatch_tokens(config: Config) -> int:
     return min(config.preprocess.pack_tokens, run.groups_per_step * run.rollouts_per_group * config.sample.max_model_len)
 
 
+def copies_versions(config: Config) -> bool:
+    """Whether tensors are put together, cast or merged with adapters before any is sent, not sent from where they lie."""
+    layout, train = layout_of(config.train), config.train
+    split = layout.tensor * layout.pipeline * layout.expert > 1
+    return config.weights.transport != "lanes" and bool(split or train.dtype != config.sample.dtype or train.lora_rank)
+
+
 def gathered_bytes(config: Config, model: ModelConfig) -> int:
     """Of the whole model on its way to the samplers; nothing where ranks send their own parameters."""
-    layout = layout_of(config.train)
-    if config.weights.transport == "lanes":
-        return 0
-    if layout.tensor * layout.pipeline * layout.expert == 1 and config.train.dtype == config.sample.dtype:
-        return 0
-    return _version_bytes(config, model)
+    return _version_bytes(config, model) if copies_versions(config) else 0
 
 
 def kept_bytes(config: Config, model: ModelConfig, ranks: int) -> int:

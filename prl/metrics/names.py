@@ -37,7 +37,8 @@ train/ (the trainer)
     tokens                     trained tokens, all ranks
     step_s                     from one step's end to the next one's; this and all of it by the clock of the first rank
     wait_s                     of it: waiting for a step file
-    send_s                     of it: the trainer's stall for a version: offering, gathering and sending (or writing) weights
+    send_s                     of it: the trainer's stall for a version: offering, gathering and sending (or writing) weights;
+                               with weights.overlap what it waited for of that before its optimizer changed weights
     save_s                     of it: what checkpoints took of the trainer's time
     data_s                     of it: reading the step file
     reference_s, proximal_s    of it: log-probs of the reference; those of the policy of the step before, and its copy

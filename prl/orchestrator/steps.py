@@ -162,12 +162,16 @@ class StepDesk:
         return {}
 
     async def _next_step(self, member: Member, body: Mapping[str, Any]) -> Answer:
-        step = int(body["step"])
-        await self._bell.until(lambda: self._may_train(step) or self.finishing or self._wants_version(), LONG_POLL_S)
+        step, sends = int(body["step"]), body.get("sends", False)  # the version before, already
+
+        def wants_version() -> bool:
+            return not sends and self._wants_version()
+
+        await self._bell.until(lambda: self._may_train(step) or self.finishing or wants_version(), LONG_POLL_S)
         if self.finishing:
             return {"file": None, "stop": True, "leave": self.leaving}
         entry = self._entries.get(step) if self._may_train(step) else None
-        return {"file": None if entry is None else entry.file, "send": entry is None and self._wants_version(), "stop": False}
+        return {"file": None if entry is None else entry.file, "send": entry is None and wants_version(), "stop": False}
 
     def _may_train(self, step: int) -> bool:
         """In conventional mode a generation is sampled to its end before its first step begins."""

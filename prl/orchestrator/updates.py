@@ -104,7 +104,10 @@ class WeightUpdater:
         """The trainer has a version: arm the receivers of the whole group. Answers once all are armed that are in it then; or
         that there is nobody to send to, after `group_s` and `update_s` at the latest. Where the update before has not ended,
         and `newer_comes`, it is passed over: the next one takes its place. `held` of the answer: the digest of the version that
-        the whole group holds already, null where some may not: only of that one a difference may be sent."""
+        the whole group holds already, null where some may not: only of that one a difference may be sent.
+
+        `whole` of the body: whether the trainer can put tensors together now. Where the version can only go so, and it cannot,
+        nothing is sent, and `later` says that it is to be offered again when it can."""
         version = Version(int(body["lineage"]), int(body["step"]))
         if not await self._changed.until(lambda: self._manned, self._start_s):
             raise ValueError(f"version {version} waits for the samplers to start, for {self._start_s:.0f} s already")
@@ -121,6 +124,8 @@ class WeightUpdater:
             while (group := self._desk.group) and time.monotonic() < end and version.lineage > self._left:
                 membership = self._desk.membership
                 transport = "filesystem" if membership.by_files else self._options.transport
+                if transport != "lanes" and not body["whole"]:
+                    return nobody | {"later": True}
                 what = transport, int(body["senders"]), body["tensors"]
                 update = Update(version, membership.epoch, group, time.monotonic(), *what)
                 self._update = update

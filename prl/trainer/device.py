@@ -8,15 +8,19 @@ that called `install` alone, so Megatron must be driven from that thread.
 import importlib.util
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+T = TypeVar("T")
 _CPU = torch.device("cpu")
 log = logging.getLogger(__name__)
 _installed = False
@@ -64,6 +68,39 @@ def take_peak_memory_bytes() -> int:
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return peak
+
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Begin the work in a thread that nobody waits for at the end of the process. What it computes on an accelerator goes
+    through a stream of its own, begins behind all that this thread has queued so far, and is done once there is a result."""
+    result: Future[T] = Future()
+    stream = _second_stream() if torch.cuda.is_available() else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+
+    def done() -> T:
+        if stream is None:
+            return work()
+        torch.cuda.set_device(stream.device)  # each thread has one of its own
+        with torch.cuda.stream(stream):
+            found = work()
+            stream.synchronize()
+        return found
+
+    def run() -> None:
+        try:
+            result.set_result(done())
+        except BaseException as error:  # whoever asks for the result gets it
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
+
+
+@cache
+def _second_stream() -> torch.cuda.Stream:
+    # One for good: torch keeps memory that was freed on a stream for that stream.
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,17 +19,17 @@ from prl.trainer.options import TrainOptions
 
 
 class Stopwatch:
-    """Seconds by phase, with the accelerator's work done at both ends of each."""
+    """Seconds by phase, with the accelerator's work for this thread done at both ends of each."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()  # not what sends weights meanwhile
         started = time.perf_counter()
         yield
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 

@@ -98,13 +98,13 @@ class LanesOut:
             self._sent_digest = version_digest(leg for one in parts for leg in one.legs)
         return parts
 
-    def leave(self, epoch: int) -> None:
-        """From any thread: have all ranks leave the groups of this epoch."""
-        if epoch == self._epoch:
+    def leave(self, epoch: int | None = None) -> None:
+        """From any thread: have all ranks leave the groups, if they are of this epoch (None: of any)."""
+        if epoch in (None, self._epoch):
             self._left.set()
             sender = self._sender
             if sender is not None:  # this rank may be done, and wait for others
-                sender.call_off("the orchestrator has given up this update")
+                sender.call_off("this update was given up")
 
     def _join(self, crew: Crew, address: str, port: int) -> None:
         if crew.epoch == self._epoch and self._sender is not None:

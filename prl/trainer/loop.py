@@ -27,6 +27,7 @@ from prl.trainer.hf_folder import read_weights, write_folder
 from prl.trainer.mapping import export_weights, load_weights
 from prl.trainer.model import build_model
 from prl.trainer.parallel import Channel, shares_weights, start_groups, stop_groups
+from prl.trainer.publisher import Publisher
 from prl.trainer.reference import build_reference
 from prl.trainer.saver import Saver
 from prl.trainer.step import train_step
@@ -57,7 +58,7 @@ def run(child: Child, client: ThreadedClient) -> None:
     out = WeightsOut(
         engine,
         client if leader else None,
-        channel,
+        Channel(timeout_s, in_python=config.weights.overlap),  # none that training goes on with meanwhile
         host=child.host,
         lineage=begins["lineage"],
         dtype=config.sample.dtype,
@@ -66,11 +67,14 @@ def run(child: Child, client: ThreadedClient) -> None:
         folder=child.run.weights,
         start_s=config.control.start_s,
     )
-    with closing(out) as weights:  # also where it fails: whoever ends while a thread of its waits for the others' store aborts
+    publisher = Publisher(out, client, overlap=config.weights.overlap)
+    # Also where it fails: whoever ends while a thread of its waits for the others' store aborts.
+    with closing(publisher) as weights:
         weights.publish(step)
         saver = Saver(child, client, channel, engine, step if begins["resumes"] else None)
         step, leaves = _train(child, client, engine, channel, weights, saver, step)
         saver.finish(step)
+        weights.join()
         if not leaves:
             _export(child, client, engine, step)
         if leader:
@@ -109,7 +113,7 @@ def _clear(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _train(
-    child: Child, client: ThreadedClient, engine: Engine, channel: Channel, weights: WeightsOut, saver: Saver, step: int
+    child: Child, client: ThreadedClient, engine: Engine, channel: Channel, weights: Publisher, saver: Saver, step: int
 ) -> tuple[int, bool]:
     """Train until told to stop; returns the last step, and whether the run leaves its nodes before its end. Raises
     TooManySkipped where too many steps in a row are skipped."""
@@ -118,17 +122,18 @@ def _train(
     ended = time.monotonic()
     skipped = 0  # steps in a row
     while True:
-        ordered, sent_s = _next_order(child, client, channel, weights, saver, step + 1)
+        ordered = _next_order(child, client, channel, weights, saver, step + 1)
         if ordered["stop"]:
             return step, bool(ordered.get("leave"))
         file = ordered["file"]
         told = time.monotonic()
+        sent_s = weights.spent_s()
         client.progress(f"reading the file of step {step + 1}, {file['path']}")
         data = _read(child, file, step + 1, run=written_by, vocabulary=engine.config.vocabulary)
         microbatches = data.microbatches()
         read = time.monotonic()
         client.progress(f"training step {step + 1}")
-        metrics = train_step(engine, microbatches, data.facts)
+        metrics = train_step(engine, microbatches, data.facts, before_change=weights.join)
         skipped = skipped + 1 if metrics[names.SKIPPED] else 0
         if skipped > engine.options.max_skipped_steps:
             raise TooManySkipped(
@@ -137,11 +142,12 @@ def _train(
                 f"learning rate, or clipping, may help from the last checkpoint on"
             )
         step += 1
+        weights.begin(step)
         saving = saver.spent()
         metrics |= saving | {
             names.WAIT_S: told - ended - sent_s - sum(saving.values()),
             names.DATA_S: read - told,
-            names.SEND_S: sent_s + weights.publish(step),
+            names.SEND_S: sent_s + weights.spent_s(),
         }
         now = time.monotonic()
         metrics[names.STEP_S] = now - ended
@@ -191,25 +197,25 @@ def _writing_run(config: Config) -> str:
 
 
 def _next_order(
-    child: Child, client: ThreadedClient, channel: Channel, weights: WeightsOut, saver: Saver, step: int
-) -> tuple[Mapping[str, Any], float]:
+    child: Child, client: ThreadedClient, channel: Channel, weights: Publisher, saver: Saver, step: int
+) -> Mapping[str, Any]:
     """`file`: the step file's name, size and checksum; or `stop` where the run ends instead. Every answer of the orchestrator
     goes to all ranks, so that none waits longer than one poll without a word; a checkpoint that has been written counts after
-    the next one at the latest. Samplers that came meanwhile get the present version: with the order, the seconds that took."""
+    the next one at the latest. Samplers that came meanwhile get the present version."""
     control = child.config.control
-    sent_s = 0.0
     end = time.monotonic() + control.wait_s
     client.progress(f"waiting for step file {step}")
     while True:
         saver.look()
         answer: Mapping[str, Any] | None = None
         if dist.get_rank() == 0:
-            answer = client.call("next_step", {"step": step}, deadline_s=control.lost_after_s, reason=f"step file {step}")
+            asked = {"step": step, "sends": weights.under_way()}
+            answer = client.call("next_step", asked, deadline_s=control.lost_after_s, reason=f"step file {step}")
         told = channel.broadcast(answer)
         if told["stop"] or told["file"] is not None:
-            return told, sent_s
+            return told
         if told.get("send"):
-            sent_s += weights.publish(step - 1)
+            weights.begin(step - 1)
             client.progress(f"waiting for step file {step}")
         if time.monotonic() > end:
             raise TimeoutError(f"no step file {step} within {control.wait_s:.0f} s: look at the preprocessor and the actors")

@@ -4,7 +4,8 @@ import json
 import math
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed does not ex
 
 from prl.trainer import device
 from prl.trainer.options import TrainOptions
+
+LOOK_S = 0.002  # between two looks of a second thread at what it waits for
 
 
 def start_groups(options: TrainOptions, *, timeout_s: float, port: int | None = None) -> None:
@@ -61,14 +64,19 @@ def shares_weights() -> bool:
 
 
 def broadcast_json(
-    message: Mapping[str, Any] | None, source: int, group: dist.ProcessGroup, where: torch.device
+    message: Mapping[str, Any] | None,
+    source: int,
+    group: dist.ProcessGroup,
+    where: torch.device,
+    finish: Callable[[Any], None] = lambda work: work.wait(),
 ) -> dict[str, Any]:
-    """Rank `source` of the group gives the message, the others None; all get it. It travels in tensors on `where`."""
+    """Rank `source` of the group gives the message, the others None; all get it. It travels in tensors on `where`; `finish`
+    waits for each of them."""
     data = json.dumps(message).encode() if group.rank() == source else b""
     size = torch.tensor([len(data)], device=where)
-    dist.broadcast(size, group=group, group_src=source)
+    finish(dist.broadcast(size, group=group, group_src=source, async_op=True))
     content = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8).to(where)
-    dist.broadcast(content, group=group, group_src=source)
+    finish(dist.broadcast(content, group=group, group_src=source, async_op=True))
     received: dict[str, Any] = json.loads(content.cpu().numpy().tobytes())
     return received
 
@@ -76,22 +84,31 @@ def broadcast_json(
 class Channel:
     """Messages between rank 0 and all ranks, in a gloo group of their own (NCCL takes no CPU tensors)."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, in_python: bool = False) -> None:
+        """`in_python`: for a thread that may be left behind at the process's end; one that comes back out of torch then has the
+        process abort (see prl/weights/group.py)."""
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._in_python = in_python
 
     def broadcast(self, message: Mapping[str, Any] | None) -> dict[str, Any]:
         """Rank 0 gives the message, the others None; all get it. Anything that JSON holds."""
-        return broadcast_json(message, 0, self._group, torch.device("cpu"))
+        return broadcast_json(message, 0, self._group, torch.device("cpu"), self._finish)
 
     def gather(self, message: Any) -> list[Any]:
         """The messages of all ranks, in their order, for every rank. Anything that JSON holds."""
         data = json.dumps(message).encode()
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        self._finish(dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group, async_op=True))
         width = int(max(sizes))
         contents = [torch.empty(width, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(contents, torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8), group=self._group)
+        content = torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8)
+        self._finish(dist.all_gather(contents, content, group=self._group, async_op=True))
         return [json.loads(content.numpy().tobytes()) for content in contents]
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
+
+    def _finish(self, work: Any) -> None:
+        while self._in_python and not work.is_completed():
+            time.sleep(LOOK_S)
+        work.wait()  # raises what went wrong

@@ -1,7 +1,7 @@
 """One optimizer step over this rank's micro-batches."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,10 +27,13 @@ from prl.trainer.schedule import learning_rate
 from prl.trainer.value_head import token_values
 
 
-def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFacts) -> dict[str, float]:
+def train_step(
+    engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFacts, before_change: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """Turn version facts.step - 1 into version facts.step. `microbatches` are this data-parallel rank's, which may be none;
     loss and gradient are the same however the step's micro-batches are made and dealt. Returns the step's metrics over all
     ranks, equal on all of them but for the seconds, and what follows from them, which are by this rank's clock.
+    `before_change` is called between the passes and the optimizer; until it returns no weight changes.
 
     Where the gradient is not finite the step is skipped: it makes a version with the weights of the one before.
 
@@ -56,6 +59,7 @@ def train_step(engine: Engine, microbatches: Sequence[MicroBatch], facts: StepFa
     if proximal:
         with watch.phase(names.PROXIMAL_S):
             proximal.take(engine.chunks)
+    before_change()
     with watch.phase(names.OPTIMIZER_S):
         norm, changed = optimizer_step(engine, facts.step)
     return {

@@ -51,9 +51,9 @@ class WeightsOut:
         folder: Path,
         start_s: float,
     ) -> None:
-        """`client` on rank 0 alone. `dtype` is the samplers', so that both ends take the digest of the same bits; `workers` is
-        their tensor parallelism. `folder` is for versions that go by files. `start_s` is added to the deadline of the first
-        version, which may have to wait until the samplers are up."""
+        """`client` on rank 0 alone; `channel` for nothing but versions. `dtype` is the samplers', so that both ends take the
+        digest of the same bits; `workers` is their tensor parallelism. `folder` is for versions that go by files. `start_s` is
+        added to the deadline of the first version, which may have to wait until the samplers are up."""
         self._engine = engine
         self._client = client
         self._channel = channel
@@ -69,23 +69,38 @@ class WeightsOut:
         self._epoch = -1
         self._anchor = 0  # the step of the version of which all values went out last
         self._shares_weights = shares_weights()
+        self._closing = False
+        self.gathers = False  # instead of sending by lanes: the last version could go no other way
 
-    def publish(self, step: int) -> float:
-        """Bring version `step` to the samplers, unless the orchestrator wants none now. A collective of all ranks. Returns
-        the seconds that it took. Where the transfer fails, a group that the orchestrator has built anew gets the version again,
-        as long as the deadlines of one transfer have not passed; then training goes on without."""
-        started = time.monotonic()
+    def publish(self, step: int, *, beside: bool = False) -> bool:
+        """Bring version `step` to the samplers, unless the orchestrator wants none now. A collective of all ranks. Where the
+        transfer fails, a group that the orchestrator has built anew gets the version again, as long as the deadlines of one
+        transfer have not passed; then training goes on without.
+
+        `beside` the passes, in another thread than theirs, lanes do not give way to what has to gather tensors: this gives
+        whether the version is to be published again, once that can be done."""
+        whole = not beside or self._lanes is None  # without lanes what goes beside the passes lies here as a whole
         tensors: Mapping[str, torch.Tensor] | None = None  # whole ones, once they have been gathered
-        order = self._ordered(step, offers=True)
+        order = self._ordered(step, whole, offers=True)
         end = time.monotonic() + self._options.group_s + self._options.update_s
         while order["send"]:
+            self.gathers = self._lanes is not None and order["transport"] != "lanes"
             if order["transport"] == "lanes":
                 sent = self._send_lanes(step, order)
             else:
                 tensors = self._gathered() if tensors is None else tensors
                 sent = self._send_whole(step, order, tensors)
-            order = self._ordered(step, offers=not sent and time.monotonic() < end)
-        return time.monotonic() - started
+            order = self._ordered(step, whole, offers=not (sent or self._closing) and time.monotonic() < end)
+        later = bool(order.get("later"))
+        self.gathers = self.gathers or later
+        return later
+
+    def leave(self) -> None:
+        """From any thread: end what is being sent, and send nothing again."""
+        self._closing = True
+        for end in (self._lanes, self._end):
+            if end is not None:
+                end.leave()
 
     def close(self) -> None:
         """Leave the groups. Rank 0, which has their store, must not end before the others have left."""
@@ -94,12 +109,17 @@ class WeightsOut:
         if self._end is not None:
             self._end.close()
 
-    def _ordered(self, step: int, *, offers: bool) -> dict[str, Any]:
+    def _says(self, doing: str) -> None:
+        """What this process does, where it does nothing beside that."""
+        if self._client is not None and threading.current_thread() is threading.main_thread():
+            self._client.progress(doing)
+
+    def _ordered(self, step: int, whole: bool, *, offers: bool) -> dict[str, Any]:
         """What all ranks are to do next, in the words of rank 0: what the orchestrator answered to its offer of the version,
         or, without one, nothing."""
         order: dict[str, Any] | None = None
         if self._client is not None:
-            order = self._offer(self._client, step) if offers else {"send": False}
+            order = self._offer(self._client, step, whole) if offers else {"send": False}
         return self._channel.broadcast(order)
 
     def _gathered(self) -> dict[str, torch.Tensor]:
@@ -110,9 +130,9 @@ class WeightsOut:
         tensors = export_weights(self._engine.chunks, self._engine.config, self._dtype)
         return {name: tensor for name, tensor in tensors if leads}
 
-    def _offer(self, client: ThreadedClient, step: int) -> dict[str, Any]:
+    def _offer(self, client: ThreadedClient, step: int, whole: bool) -> dict[str, Any]:
         assert self._end is not None
-        client.progress(f"offering version {step}")
+        self._says(f"offering version {step}")
         meeting = {"master_address": self._end.master_address, "master_port": self._end.master_port}
         answer = client.call(
             "offer_version",
@@ -124,6 +144,7 @@ class WeightsOut:
                 **meeting,
                 "senders": 1 if self._lanes is None else self._lanes.plan.trainer_ranks,
                 "epoch": self._epoch,
+                "whole": whole,
                 "facts": self._facts.to_json(),
             },
             deadline_s=self._options.group_s + 2 * self._options.update_s + self._extra_s,
@@ -154,7 +175,7 @@ class WeightsOut:
         if client is None:
             parts = send()
         else:
-            client.progress(f"sending version {step}")
+            self._says(f"sending version {step}")
             with _watched(client, which, self._lanes.leave):
                 parts = send()
         failed = failures(parts)
@@ -179,7 +200,7 @@ class WeightsOut:
         if client is None:
             return True
         which, by_files = self._which(step, order), order["transport"] == "filesystem"
-        client.progress(f"{'writing' if by_files else 'sending'} version {step}")
+        self._says(f"{'writing' if by_files else 'sending'} version {step}")
         held = self._held(step, order)
         try:
             if by_files:

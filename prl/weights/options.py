@@ -40,6 +40,13 @@ class WeightsOptions:
         "with weights.delta: send all values again so many steps after they were last sent",
         AtLeast(1),
     ] = 100
+    overlap: Annotated[
+        bool,
+        "send a version while the trainer computes the passes of the next step, which waits for it before its optimizer "
+        "changes weights. Where tensors have to be put together, cast or merged with adapters to be sent, only with lanes. "
+        "Never run over NCCL, where two communicators active on one accelerator may hold each other up until update_s has "
+        "passed",
+    ] = False
     prefix_cache: Annotated[
         Literal["salted", "keep", "recompute"],
         "what becomes of the samplers' KV cache at each new version. salted: requests in flight keep theirs, and later ones "

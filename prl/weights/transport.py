@@ -76,9 +76,9 @@ class TrainerEnd:
         place = self._host.store, self.master_address, 0, world_size, epoch
         self._member = _Member(*place, self._options.group_s, self._device, self._left)
 
-    def leave(self, epoch: int) -> None:
-        """From any thread: end what waits in the group of this epoch, with a TransportError."""
-        if epoch == self._epoch:
+    def leave(self, epoch: int | None = None) -> None:
+        """From any thread: end what waits in the group, if it is of this epoch (None: of any), with a TransportError."""
+        if epoch in (None, self._epoch):
             self._left.set()
 
     def send(self, tensors: Mapping[str, torch.Tensor], held: int | None = None) -> SendReport:

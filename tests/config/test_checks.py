@@ -257,6 +257,18 @@ def test_lanes_send_deltas_to_what_can_be_read_back(good):
     assert problem.startswith("weights.delta = true: what samplers quantise (sample.quantization = fp8_per_channel) cannot be")
 
 
+def test_versions_that_are_put_together_first_are_not_sent_beside_the_passes(good):
+    """Of one rank that holds all in the samplers' dtype nothing is; by lanes each rank sends what it holds."""
+    train, sample = {"tensor_parallel": 1, "dtype": "float32"}, {"dtype": "float32"}
+    gather = replace(good, train=train, sample=sample, weights={"overlap": True})
+    assert check(gather, memory_bytes=16 * GIB) == []
+    for changes in ({"train": {"tensor_parallel": 2}}, {"train": {"lora_rank": 4}}, {"sample": {"dtype": "bfloat16"}}):
+        for transport in ("gather", "filesystem"):
+            (problem,) = problems(replace(gather, weights={"transport": transport}, **changes))
+            assert problem.startswith(f"weights.overlap = true: with weights.transport = {transport} tensors of this trainer")
+        assert check(replace(gather, weights={"transport": "lanes"}, **changes), memory_bytes=16 * GIB) == []
+
+
 def test_what_needs_a_version_beside_the_live_one_is_not_written_over_it(good):
     chunked = replace(good, weights={"staging": "chunked"})
     (problem,) = problems(replace(chunked, weights={"delta": True}))

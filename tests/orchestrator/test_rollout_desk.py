@@ -222,6 +222,26 @@ def test_groups_of_trained_steps_are_not_taken_for_some_that_wait():
     play(scenario())
 
 
+def test_a_trainer_that_is_still_sending_its_version_is_not_asked_for_it():
+    async def scenario():
+        desks = Desks()
+        desks.steps = StepDesk(
+            desks.dispatcher, desks.rollouts, desks.record, desks.bell, trained=0, forks={}, lineage=0, waiting=(),
+            on_trained=lambda step, train, data: False, save_now=lambda step: False, wants_version=lambda: True
+        )  # fmt: skip
+        assert (await desks.call("next_step", {"step": 1, "sends": False}))["send"]
+        asked = asyncio.create_task(desks.call("next_step", {"step": 1, "sends": True}))
+        desks.bell.ring()
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        leases = await desks.lease(4)
+        await desks.announce(*leases)
+        await desks.step(1, *leases)
+        assert ((await asked)["file"] is not None, (await asked)["send"]) == (True, False)
+
+    play(scenario())
+
+
 def test_a_dropped_group_is_wanted_anew():
     async def scenario():
         desks = Desks()

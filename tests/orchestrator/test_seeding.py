@@ -57,7 +57,7 @@ class SeedRig(Rig):
 
     def offered(self, step):
         meeting = {"master_address": "127.0.0.1", "master_port": 1, "facts": {}}
-        return {"lineage": 0, "step": step, "senders": 1, "tensors": to_json(SPECS), **meeting}
+        return {"lineage": 0, "step": step, "senders": 1, "tensors": to_json(SPECS), "whole": True, **meeting}
 
     async def back(self, *replicas):
         for replica in replicas:

@@ -104,6 +104,8 @@ def test_a_group_that_breaks_twice_is_done_without_until_somebody_comes_or_goes(
             await rig.updater.unsent({**rig.which(4), "error": "no route to host", "missing": [], "overdue": False})
             await rig.settled()
         assert any("go through files" in words and "no route to host" in words for words in rig.words)
+        beside = await rig.updater.offer({**OFFER, "whole": False})  # the trainer computes, and cannot gather anything
+        assert (beside["send"], beside["later"], rig.updater.under_way) == (False, True, None)
         for step in (4, 5):
             answer = await rig.offer(step)
             assert (answer["transport"], answer["held"]) == ("filesystem", None)

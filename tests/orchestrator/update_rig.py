@@ -18,7 +18,7 @@ TOKEN = "t"
 OPTIONS = WeightsOptions(group_s=2, update_s=0.5, bucket_mib=1)
 FACTS = {"who": "the trainer", "host": "node7", "settings": {"torch": "2.9.0"}}
 MEETING = {"master_address": "127.0.0.1", "master_port": 1, "facts": FACTS}
-OFFER = {"lineage": 0, "step": 4, "senders": 1, "tensors": [["a", "float32", [2]]], **MEETING}
+OFFER = {"lineage": 0, "step": 4, "senders": 1, "tensors": [["a", "float32", [2]]], "whole": True, **MEETING}
 WORKERS = [1, 2, 1]
 REFUSES, STANDS_STILL, FAILS, DIES = "refuses", "stands still", "fails", "dies"
 

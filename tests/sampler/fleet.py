@@ -102,7 +102,7 @@ class Fleet:
         specs = [spec_of(name, tensor) for name, tensor in weights.items()]
         meeting = {"master_address": self._trainer.master_address, "master_port": self._trainer.master_port}
         offer = {"lineage": 0, "step": step, "senders": 1, "tensors": to_json(specs), "facts": self._facts.to_json()}
-        answer = self._tell("offer_version", {**offer, **meeting, "epoch": self._epoch})
+        answer = self._tell("offer_version", {**offer, **meeting, "epoch": self._epoch, "whole": True})
         if not answer["send"]:
             return None
         if answer["epoch"] != self._epoch:

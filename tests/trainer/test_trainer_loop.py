@@ -1,133 +1,20 @@
-"""`python -m prl.trainer` as the node agent starts it, against the real control plane, step files and weight transfer. What
-answers its calls stands in for the orchestrator and one sampler."""
+"""`python -m prl.trainer` as the node agent starts it, from its start to its end, and its weights on their way."""
 
 import asyncio
 import json
-import os
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import free_port, rank_environment
 from safetensors.torch import load_file
+from served_trainer import LAYOUTS, RANKS, TRAIN, TRANSPORTS, WORKERS, Run, new_run, start_and_serve, step_file
 from step_metrics import PHASES, other_time_s, undocumented
-from trainer_data import RISING_KL, facts, microbatches, without_reference
 
-from prl.config.hf_config import read_model_config
-from prl.config.layout import layout_of
-from prl.config.load import dump
-from prl.config.schema import Config
-from prl.control.options import ControlOptions
-from prl.control.server import ControlServer, Member
-from prl.control.token import create_token
-from prl.flow.ids import RolloutId
-from prl.flow.versions import Version
 from prl.metrics import names
-from prl.orchestrator.options import RunOptions
-from prl.runfolder.manifest import part_of
-from prl.runfolder.paths import RunFolder
-from prl.sampler.options import SampleOptions
-from prl.streams.steps import write_step
-from prl.trainer.options import TrainOptions
-from prl.weights.compile import compile_plan
-from prl.weights.crew import Crew
-from prl.weights.digest import MODULUS, digest
-from prl.weights.folder import Slab, VersionReader
-from prl.weights.lane_deltas import Base, leg_digests
-from prl.weights.lanes import LaneReceiver
-from prl.weights.options import WeightsOptions
-from prl.weights.plan import TensorSpec, from_json
-from prl.weights.shards import sampler_shards
-from prl.weights.shipments import Route, Staging
-from prl.weights.transport import SamplerEnd, Whole
-
-RANKS = 2
-WORKERS = 2  # of the sampler that takes versions by lanes
-TRAIN = TrainOptions(
-    learning_rate=1e-3,
-    clip_grad=1e6,
-    entropy_coefficient=0.01,
-    reference="initial",
-    weight_decay=0.01,
-    **RISING_KL,
-)
-
-
-LAYOUTS = {
-    "tensor": {"tensor_parallel": RANKS},
-    "stages": {"pipeline_parallel": RANKS, "distributed_optimizer": True},
-}
-TRANSPORTS = {"tensor": "gather", "stages": "lanes"}
-
-
-@dataclass
-class Run:
-    """A run folder with what the orchestrator would know of it."""
-
-    folder: RunFolder
-    train: TrainOptions
-    transport: str
-    files: dict[int, dict[str, Any]] = field(default_factory=dict)  # announced step files
-    stop_after: int = 3
-    save_after: int = 2
-    versions: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # what the sampler got, by lineage:step
-    digests: dict[str, str] = field(default_factory=dict)  # what the trainer said it sent
-    shares: dict[str, float | None] = field(default_factory=dict)  # of values that had changed, as the trainer said it
-    gathered: dict[str, int] = field(default_factory=dict)  # bytes that rank 0 said it had put together
-    lanes: dict[str, tuple[list[str], list[str]]] = field(default_factory=dict)  # by lanes: what it and the workers said
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    data: dict[int, dict[str, float]] = field(default_factory=dict)
-    checkpoints: list[int] = field(default_factory=list)
-    finished: list[int] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    ending: list[bool] = field(default_factory=list)  # whether each of these is to end the run
-    joined: list[int] = field(default_factory=list)
-    has_samplers: bool = True
-    offered: list[str] = field(default_factory=list)  # versions, by lineage:step
-    breaks: str = ""  # a version of whose group a sampler is missing at first
-    slow_s: dict[tuple[str, int], float] = field(default_factory=dict)  # before an answer: to an offer (from 0), to a next_step
-    resend: int = -1  # a step behind which the trainer is asked for its version once more
-    by_files: str = ""  # a version that goes by files
-    unsent: list[dict[str, Any]] = field(default_factory=list)  # what the trainer said of transfers that failed
-
-
-class LanesIn:
-    """The workers of a sampler that takes versions by lanes; where parts of them lie is what the plan says."""
-
-    def __init__(self, run: Run, body: dict[str, Any], epoch: int) -> None:
-        model = read_model_config(run.folder.model)
-        plan = compile_plan(model, layout_of(run.train), RANKS, WORKERS, "float32")
-        assert body["facts"]["settings"]["plan"] == plan.digest()
-        assert body["senders"] == RANKS
-        self.route = Route(plan, sampler_shards(model, WORKERS), 256 * 2**20, deltas=True)
-        self.pool = ThreadPoolExecutor(WORKERS)
-        crew, place = Crew(epoch, RANKS, (0,), WORKERS), (body["master_address"], body["master_port"])
-        self.ends = list(self.pool.map(lambda k: LaneReceiver(self.route, crew, 0, k, *place, group_s=60.0), range(WORKERS)))
-        self.digests: list[str] = []
-        self.bases: list[Base | None] = [None] * WORKERS
-
-    def receive(self, specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
-        staged = [Staging(self.route.plan, shards) for shards in self.route.shards]
-        took = self.pool.map(lambda end, *given: end.receive(given[0], 60.0, base=given[1]), self.ends, staged, self.bases)
-        reports = list(took)
-        self.bases = [Base(leg_digests(report.legs), staging) for report, staging in zip(reports, staged, strict=True)]
-        self.digests = [str(sum(leg.digest for leg in report.legs) % MODULUS) for report in reports]
-        whole = [torch.full((spec.shape[0], spec.elements // spec.shape[0]), torch.nan) for spec in specs]
-        for shards, staging in zip(self.route.shards, staged, strict=True):
-            for tile in (shard.tile for shard in shards):
-                rows, columns = slice(tile.row, tile.row + tile.rows), slice(tile.column, tile.column + tile.columns)
-                whole[tile.tensor][rows, columns] = staging(tile)
-        return {spec.name: tensor.view(spec.shape) for spec, tensor in zip(specs, whole, strict=True)}
-
-    def close(self) -> None:
-        for end in self.ends:
-            end.close()
+from prl.weights.digest import digest
 
 
 @pytest.fixture(scope="module", params=["tensor", pytest.param("stages", marks=pytest.mark.slow)])
@@ -136,178 +23,6 @@ def run(request: pytest.FixtureRequest, model_folders: Path, tmp_path_factory: p
     run = new_run(tmp_path_factory.mktemp("run"), model_folders, train, transport=TRANSPORTS[request.param])
     run.files = {step: step_file(run.folder, step, "original") for step in (1, 2, 3)}
     return run
-
-
-def new_run(
-    path: Path, model_folders: Path, train: TrainOptions, name: str = "original", replay: str = "", transport: str = "gather"
-) -> Run:
-    folder = RunFolder(path)
-    folder.create()
-    os.symlink(model_folders / "qwen3", folder.model)
-    config = Config(
-        run=RunOptions(name=name, folder=str(folder), replay=replay),
-        train=train,
-        sample=SampleOptions(dtype="float32", tensor_parallel=WORKERS if transport == "lanes" else 1),
-        control=ControlOptions(wait_s=60.0, start_s=60.0, heartbeat_s=0.2),
-        weights=WeightsOptions(transport=transport, delta=True, anchor_every_steps=2),
-    )
-    folder.config.write_text(dump(config))
-    create_token(folder.token)
-    return Run(folder, train, transport)
-
-
-def step_file(folder: RunFolder, step: int, name: str) -> dict[str, Any]:
-    """The announcement of a step file, by a run of that name."""
-    batches = [_with_ids(without_reference(batch), step) for batch in microbatches()]
-    metrics = {"reward_mean": step / 4}
-    file = write_step(folder.steps, batches, facts(step), run=name, attempt=1, sequence=step, metrics=metrics)
-    path = str(file.path.relative_to(folder.path))
-    return {"step": step, "path": path, "bytes": file.bytes, "checksum": file.checksum}
-
-
-def _with_ids(batch, step):
-    return replace(batch, rollouts=tuple(RolloutId(0, "digits/1", step, k, 0) for k in range(len(batch.boundaries) - 1)))
-
-
-async def start_and_serve(run: Run, *, resumes: bool = False) -> list[int]:
-    """Start the ranks, answer their calls, and return their exit codes."""
-    port = free_port()
-    sampler: dict[int, SamplerEnd | LanesIn] = {}  # by epoch
-    tasks = []
-    specs: list[TensorSpec] = []  # of the version that goes by files
-
-    async def offer(member, body):
-        assert member.index == 0
-        await asyncio.sleep(run.slow_s.get(("offer", len(run.offered)), 0.0))
-        run.offered.append(f"{body['lineage']}:{body['step']}")
-        if not run.has_samplers:
-            return {"epoch": 0, "world_size": 1, "send": False}
-
-        if run.offered[-1] == run.breaks and not run.unsent:
-            return {"epoch": 2, "world_size": 3, "samplers": [0, 1], "send": True, "transport": run.transport, "held": None}
-        if run.offered[-1] == run.by_files:
-            specs.extend(from_json(body["tensors"]))
-            where = {"epoch": 3, "world_size": 2, "samplers": [0]}
-            return {**where, "send": True, "transport": "filesystem", "held": None}
-        epoch = 3 if run.unsent else 1
-        newest = list(run.versions)[-1:]
-        held = [Whole({name: tensor.clone() for name, tensor in run.versions[k].items()}, int(run.digests[k])) for k in newest]
-
-        def receive():
-            if epoch not in sampler and run.transport == "lanes":
-                sampler[epoch] = LanesIn(run, body, epoch)
-            elif epoch not in sampler:
-                sampler[epoch] = SamplerEnd(body["master_address"], body["master_port"], 1, 2, epoch, 60.0)
-            specs = from_json(body["tensors"])
-            assert sum(spec.bytes for spec in specs) == body["bytes"]
-            end = sampler[epoch]
-            if isinstance(end, LanesIn):
-                return end.receive(specs)
-            return end.receive(specs, 256 * 2**20, deltas=True, held=held[0] if held else None)
-
-        async def keep():
-            run.versions[f"{body['lineage']}:{body['step']}"] = await asyncio.to_thread(receive)
-
-        tasks.append(asyncio.create_task(keep()))
-        base = str(held[0].digest) if held else None
-        where = {"epoch": epoch, "world_size": 2, "samplers": [0]}
-        return {**where, "send": True, "transport": run.transport, "held": base}
-
-    async def sending(member, body):
-        return {"broken": "sampler 1 left the group" if body["epoch"] == 2 else ""}
-
-    async def unsent(member, body):
-        run.unsent.append(body)
-        return {}
-
-    async def sent(member, body):
-        label = f"{body['lineage']}:{body['step']}"
-        await tasks[-1]
-        if label == run.by_files:
-            reader = VersionReader(run.folder.weights, Version.parse(label), specs, 0.0)
-            run.versions[label] = {spec.name: reader.read(Slab.whole(spec), verify=True) for spec in specs}
-        elif run.transport == "lanes":
-            run.lanes[label] = body["lanes"], sampler[body["epoch"]].digests
-        run.digests[label] = body["digest"]
-        run.shares[label] = body["changed_share"]
-        run.gathered[label] = body["gathered_bytes"]
-        return {}
-
-    async def next_step(member, body):
-        await asyncio.sleep(run.slow_s.get(("next_step", body["step"]), 0.0))
-        if body["step"] == run.resend:
-            run.resend = -1
-            return {"file": None, "send": True, "stop": False}
-        return {"file": run.files.get(body["step"]), "stop": False}
-
-    async def trained(member, body):
-        run.metrics[body["step"]] = body["metrics"]
-        run.data[body["step"]] = body["data"]
-        return {"stop": body["step"] >= run.stop_after, "save": body["step"] == run.save_after}
-
-    async def checkpoint(member, body):
-        run.checkpoints.append(body["step"])
-        folder = run.folder.checkpoint(body["step"])
-        found = sorted(path for path in folder.rglob("*") if path.is_file())
-        assert sorted(body["parts"], key=lambda part: part["path"]) == [asdict(part_of(folder, path)) for path in found]
-        return {"saved": True}
-
-    async def training(member, body):
-        return {"lineage": int(resumes), "resumes": resumes, "port": port}
-
-    async def resume(member, body):
-        return {"checkpoint": str(run.folder.checkpoint(2)) if resumes else None}
-
-    async def finished(member, body):
-        run.finished.append(body["step"])
-        return {}
-
-    handlers = {
-        "offer_version": offer,
-        "version_sent": sent,
-        "sending": sending,
-        "version_unsent": unsent,
-        "next_step": next_step,
-        "trained": trained,
-        "checkpoint": checkpoint,
-        "finished": finished,
-        "resume": resume,
-        "training": training,
-    }
-
-    def failed(member: Member, error: str, _trace: str) -> None:
-        run.failures.append(error)
-        run.ending.append(member.ends_run)
-
-    server = ControlServer(
-        run.folder.token.read_text(),
-        handlers,
-        on_join=lambda member: run.joined.append(member.index),
-        on_fail=failed,
-    )
-    url = await server.start("127.0.0.1")
-    shared = {
-        "PRL_RUN": str(run.folder),
-        "PRL_ATTEMPT": "1",
-        "PRL_ROLE": "trainer",
-        "PRL_CONTROL_URL": url,
-        "PRL_HOST": "127.0.0.1",
-    }
-    processes = [
-        await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "prl.trainer", env={**rank_environment(rank, RANKS, 0), **shared, "PRL_INDEX": str(rank)}
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        return [await asyncio.wait_for(process.wait(), 120) for process in processes]
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-        for end in sampler.values():
-            end.close()
-        await server.close()
 
 
 def check_seconds(run: Run) -> None:
@@ -404,6 +119,50 @@ def test_a_group_that_breaks_is_left_and_its_version_sent_again_and_so_is_one_th
         whole = sum(tensor.nbytes for tensor in again.versions["0:2"].values())
         assert again.gathered == {"0:0": 0, "0:1": 0, "0:2": whole}
         assert all(told == held and len(set(told)) == WORKERS for told, held in again.lanes.values())
+
+
+def test_versions_are_sent_while_the_next_step_is_computed(run, model_folders, tmp_path):
+    """The same training and the same versions, bit for bit: one whose group breaks and which arrives late, one that is asked
+    for again, and the last, which no lanes take."""
+    digests = {label: run.digests[label] for label in ("0:0", "0:1", "0:2", "0:3")}
+    beside = new_run(tmp_path / "beside", model_folders, run.train, transport="lanes", overlap=True)
+    beside.breaks, beside.resend, beside.by_files = "0:1", 3, "0:3"
+    beside.slow_s = {("receive", 2): 2.0}
+    for step in (1, 2, 3):
+        beside.files[step] = {**run.files[step], "path": str(run.folder.path / run.files[step]["path"])}
+    assert asyncio.run(start_and_serve(beside)) == [0, 0]
+    assert beside.failures == []
+    assert beside.offered == ["0:0", "0:1", "0:1", "0:2", "0:2", "0:3", "0:3"]  # the last one: until tensors can be gathered
+    assert [failure["step"] for failure in beside.unsent] == [1]
+    for name in ("train/loss", "train/grad_norm", "train/kl"):
+        assert [beside.metrics[step][name] for step in (1, 2, 3)] == [run.metrics[step][name] for step in (1, 2, 3)]
+    assert beside.digests == {label: str(digest(tensors)) for label, tensors in beside.versions.items()} == digests
+    assert all(told == held and len(set(told)) == WORKERS for told, held in beside.lanes.values())
+
+    heard = beside.heard
+    assert heard.index("trained 1") < heard.index("next_step 2") < heard.index("unsent 0:1") < heard.index("sent 0:1")
+    assert heard.index("sent 0:1") < heard.index("trained 2")  # its optimizer has waited
+    assert beside.metrics[2][names.SEND_S] > 1.0
+    assert beside.metrics[2][names.WAIT_S] < beside.metrics[2][names.SEND_S]  # the step file was not waited for
+    assert heard.index("trained 3") < heard.index("sent 0:3") < heard.index("finished 3")
+    assert all(other_time_s(metrics) >= 0 for metrics in beside.metrics.values())
+    assert beside.checkpoints == [2, 3]
+    exported = load_file(beside.folder.export / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in beside.versions["0:3"].items())
+
+
+@pytest.mark.slow
+def test_what_ends_the_trainer_does_not_wait_for_a_version_on_its_way(run, model_folders, tmp_path):
+    """Another run's step file is read while the sampler takes none of version 1."""
+    beside = new_run(tmp_path / "beside", model_folders, run.train, transport="lanes", overlap=True)
+    beside.holds = "0:1"
+    beside.files[1] = {**run.files[1], "path": str(run.folder.path / run.files[1]["path"])}
+    beside.files[2] = step_file(beside.folder, 2, "another")
+    assert asyncio.run(start_and_serve(beside)) == [1, 1]
+    assert all(failure.startswith("DamagedStep: step 2 cannot be trained: ") for failure in beside.failures)
+    assert len(beside.failures) == RANKS
+    assert beside.offered == ["0:0", "0:1"]
+    assert "sent 0:1" not in beside.heard
 
 
 def test_a_run_without_samplers_trains_from_another_runs_step_files(run, results, model_folders, tmp_path):
