@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 from prl.control.child import Child, run_child
 from prl.control.client import ControlClient
@@ -15,25 +16,33 @@ async def main(child: Child, client: ControlClient) -> None:
     if child.port is None:
         raise ValueError("PRL_PORT is not set: a sampler needs a port to serve on")
     gpu = prepare_environment(options, child.host)
-    arguments = server_arguments(str(child.model), child.host, child.port, options, gpu)
-    metrics = MetricsWriter(child.run.metrics, child.role, child.index, child.attempt, flush_s=child.config.metrics.flush_s)
-    with metrics, private_sockets():
+    arguments = server_arguments(str(child.model), child.host, child.port, options, gpu, child.config.metrics.engine)
+    with _metrics(child) as metrics, private_sockets():
         async with serving(arguments, child.token, child.config.weights, options.no_token_s) as server:
             await client.join({"url": server.url, "workers": options.tensor_parallel})
             client.progress("serving")
             await _serve(server, client, metrics, child.config.metrics.report_s)
 
 
-async def _serve(server: Serving, client: ControlClient, metrics: MetricsWriter, report_s: float) -> None:
+def _metrics(child: Child) -> AbstractContextManager[MetricsWriter | None]:
+    """For what vLLM counts, where that is wanted."""
+    if not child.config.metrics.engine:
+        return nullcontext()
+    return MetricsWriter(child.run.metrics, child.role, child.index, child.attempt, flush_s=child.config.metrics.flush_s)
+
+
+async def _serve(server: Serving, client: ControlClient, metrics: MetricsWriter | None, report_s: float) -> None:
     """Until the run ends. Raises RuntimeError where the server does before."""
     from prl.sampler.counts import EngineCounts
 
     counts = EngineCounts()
     stopping = asyncio.create_task(client.stopping.wait())
     ends = {stopping, server.ended}
-    while not (await asyncio.wait(ends, timeout=report_s, return_when=asyncio.FIRST_COMPLETED))[0]:
-        metrics.write(counts.look(), kind=names.ENGINE)
-    metrics.write(counts.look(), kind=names.ENGINE)
+    ended = False
+    while not ended:
+        ended = bool((await asyncio.wait(ends, timeout=report_s, return_when=asyncio.FIRST_COMPLETED))[0])
+        if metrics is not None:
+            metrics.write(counts.look(), kind=names.ENGINE)
     stopping.cancel()
     if server.ended.done():
         raise RuntimeError(f"{server.ended.result()}: see this process's log")

@@ -67,9 +67,9 @@ def private_sockets() -> Iterator[None]:
         yield
 
 
-def server_arguments(model: str, host: str, port: int, options: SampleOptions, gpu: bool) -> list[str]:
-    """The command line of vLLM's server. `engine_args` of the options come last and win: before the start it was checked that
-    they touch nothing which prl relies on."""
+def server_arguments(model: str, host: str, port: int, options: SampleOptions, gpu: bool, counts: bool = True) -> list[str]:
+    """The command line of vLLM's server. `counts`: whether it counts requests and tokens. `engine_args` of the options come
+    last and win: before the start it was checked that they touch nothing which prl relies on."""
     arguments: dict[str, str | int | float | bool] = {
         "model": model,
         "served-model-name": "policy",
@@ -93,6 +93,8 @@ def server_arguments(model: str, host: str, port: int, options: SampleOptions, g
         arguments["kv-cache-memory-bytes"] = options.kv_cache_mib * 2**20
     elif not gpu:
         raise ValueError("sample.kv_cache_mib is null: without a GPU vLLM would take nearly all memory; set it, e.g. to 64")
+    if not counts:
+        arguments["disable-log-stats"] = True
     if not gpu:
         arguments["async-scheduling"] = False  # with no device to keep busy it costs a tenth of the throughput
     if options.record_routing:

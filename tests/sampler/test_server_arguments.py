@@ -25,6 +25,8 @@ def test_options_become_vllm_arguments_and_engine_args_win():
     assert "--async-scheduling" in words
     assert "--no-async-scheduling" not in words
     assert "--enforce-eager" in words
+    assert "--disable-log-stats" not in words
+    assert "--disable-log-stats" in server_arguments("/models/m", "10.0.0.1", 8001, options, gpu=False, counts=False)
     assert "--no-enforce-eager" in server_arguments("/models/m", "10.0.0.1", 8001, options, gpu=True)
 
 
