@@ -117,8 +117,8 @@ def test_a_signal_whose_exception_is_lost_is_raised_by_the_next_check():
     with Interrupts() as interrupts:
         interrupts.check()
         with contextlib.suppress(Cancelled):
-            signal.raise_signal(signal.SIGHUP)
-        with pytest.raises(Cancelled, match="SIGHUP"):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Cancelled, match="SIGTERM"):
             interrupts.check()
 
 
