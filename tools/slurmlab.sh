@@ -254,14 +254,14 @@ node_pids() { # every process of a node: daemon, steps, tasks and what they star
 }
 
 # All at once, as it is when the power goes: whoever saw others die could still say so, or start something. So they are stopped
-# before, until there is nobody new.
+# before, until there is nobody new, and killed children first: the kernel wakes who is stopped and has lost its parent.
 kill_node() {
   local pids='' found
   while found=$(node_pids "$1"); [ "$found" != "$pids" ]; do
     pids=$found
     [ -z "$pids" ] || kill -STOP $pids 2>/dev/null # one word a process
   done
-  [ -z "$pids" ] || kill -9 $pids 2>/dev/null
+  [ -z "$pids" ] || kill -9 $(sort -rn <<<"$pids") 2>/dev/null
   return 0
 }
 
