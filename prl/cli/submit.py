@@ -51,7 +51,7 @@ LOCAL_HOST = "127.0.0.1"  # where the processes of a run without Slurm serve
 
 def main(arguments: Sequence[str] | None = None) -> int:
     console.prepare()
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     try:
         with Interrupts() as interrupts:
             return _main(options, interrupts)
@@ -120,11 +120,23 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
         return _submit(config, split, folder, attempt, options, interrupts)
 
 
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Keys behind the configuration are set as those of --set are, which come last and win. A run that is gone on with has no
+    other configuration to be named."""
+    options = _parser().parse_intermixed_args(arguments)
+    if options.resume is not None and options.config is not None and "=" in options.config:
+        options.keys.insert(0, options.config)
+        options.config = None
+    options.set = [*options.keys, *options.set]
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="prl-submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", nargs="?", help="YAML file; `prl-submit --options` lists every key with its unit and default")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys to override, as with --set")
     parser.add_argument(
         "--set",
         action="extend",

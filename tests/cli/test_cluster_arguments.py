@@ -156,3 +156,12 @@ def test_a_number_of_nodes_leaves_the_mode_to_later_resumes_with_another_one(con
         assert "3 nodes, a heterogeneous Slurm job" in capsys.readouterr().out
         assert submit.main(["--resume", run, "--dry-run"]) == 0
         assert "one node, a plain Slurm job" in capsys.readouterr().out
+
+
+def test_keys_may_stand_behind_the_configuration():
+    """Wherever options stand; those of --set win."""
+    words = ["c.yaml", "run.seed=3", "--nodes", "3", "run.steps=7", "--follow", "--set", "run.seed=4"]
+    options = submit._parse(words)
+    assert (options.config, options.nodes, options.set) == ("c.yaml", 3, ["run.seed=3", "run.steps=7", "run.seed=4"])
+    resumed = submit._parse(["--resume", "runs/a", "run.steps=9", "run.seed=1"])
+    assert (resumed.config, resumed.resume, resumed.set) == (None, "runs/a", ["run.steps=9", "run.seed=1"])
