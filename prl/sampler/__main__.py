@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from prl.control.child import Child, run_child
 from prl.control.client import ControlClient
@@ -33,19 +35,24 @@ def _metrics(child: Child) -> AbstractContextManager[MetricsWriter | None]:
 
 async def _serve(server: Serving, client: ControlClient, metrics: MetricsWriter | None, report_s: float) -> None:
     """Until the run ends. Raises RuntimeError where the server does before."""
-    from prl.sampler.counts import EngineCounts
-
-    counts = EngineCounts()
     stopping = asyncio.create_task(client.stopping.wait())
     ends = {stopping, server.ended}
-    ended = False
-    while not ended:
-        ended = bool((await asyncio.wait(ends, timeout=report_s, return_when=asyncio.FIRST_COMPLETED))[0])
-        if metrics is not None:
-            metrics.write(counts.look(), kind=names.ENGINE)
+    if metrics is not None:
+        await _count(ends, metrics, report_s)
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if server.ended.done():
         raise RuntimeError(f"{server.ended.result()}: see this process's log")
+
+
+async def _count(ends: Set[asyncio.Future[Any]], metrics: MetricsWriter, report_s: float) -> None:
+    """Write what vLLM counts until one of these is done, and then once more."""
+    from prl.sampler.counts import EngineCounts
+
+    counts, ended = EngineCounts(), False
+    while not ended:
+        ended = bool((await asyncio.wait(ends, timeout=report_s, return_when=asyncio.FIRST_COMPLETED))[0])
+        metrics.write(counts.look(), kind=names.ENGINE)
 
 
 if __name__ == "__main__":

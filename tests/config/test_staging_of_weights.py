@@ -1,31 +1,14 @@
 """Which way new weights arrive where nobody says: by the memory of an accelerator. Figures worked out by hand."""
 
 import pytest
+from real_sizes import QWEN_7B, QWEN_30B
 
-from prl.config.hf_config import model_config
 from prl.config.load import replace
 from prl.config.schema import Config
 from prl.config.staging import Room, describe_staging, room_for_staging, settle_staging
 
 MIB, GIB = 1024**2, 1024**3
-SIZES = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-}
-QWEN_7B = model_config(SIZES)
 VERSION = 2 * 7_615_616_512  # in bfloat16
-EXPERTS = model_config(
-    SIZES
-    | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128}
-)
 
 
 def accelerators(gib: float = 80.0, **sections) -> Config:
@@ -78,7 +61,7 @@ def test_it_arrives_beside_the_last_one_where_that_is_asked_for_or_nothing_is_kn
 
 def test_experts_are_written_over_where_they_lie_as_they_are_sent():
     triton = {"engine_args": {"moe-backend": "triton"}}
-    assert [chosen(accelerators(), EXPERTS), chosen(accelerators(sample=triton), EXPERTS)] == ["full", "chunked"]
+    assert [chosen(accelerators(), QWEN_30B), chosen(accelerators(sample=triton), QWEN_30B)] == ["full", "chunked"]
     assert chosen(accelerators(weights={"staging": "chunked"}, sample={"gpu_memory_utilization": 0.5})) == "chunked"
 
 
