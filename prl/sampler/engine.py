@@ -73,7 +73,13 @@ class InPlaceEngine(WeightTransferEngine[ConnectInfo, ReceiveInfo]):  # type: ig
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         lanes = None if init_info.lanes is None else LanesInfo.from_json(init_info.lanes)
         route = None if lanes is None else self._route(lanes)
-        harmless = check_agreement(Facts.from_json(init_info.facts), self._facts(route))
+        ours = self._facts(route)
+        if self._link is None:
+            say(f"prl: {ours.in_words()}")
+        try:
+            harmless = check_agreement(Facts.from_json(init_info.facts), ours)
+        except ValueError as error:
+            raise ValueError(f"no weights can be taken from the trainer: {error}") from error
         if harmless:
             say(f"prl: differences from the trainer that do no harm: {harmless}")
         if init_info.tensors is not None:

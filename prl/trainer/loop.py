@@ -21,6 +21,7 @@ from prl.metrics import names
 from prl.runfolder.paths import RunFolder
 from prl.streams.files import StreamError, UnreadableError
 from prl.streams.steps import StepFile, read_step
+from prl.trainer.agreement import compare_with_rank_0
 from prl.trainer.checkpoint import load_checkpoint
 from prl.trainer.engine import Engine, build_engine
 from prl.trainer.hf_folder import read_weights, write_folder
@@ -49,7 +50,7 @@ def run(child: Child, client: ThreadedClient) -> None:
     # The longest wait of a rank for another: rank 0 offering a version and sending it, and once more where that failed.
     timeout_s = config.control.start_s + config.control.wait_s + 4 * config.weights.group_s + 6 * config.weights.update_s
     begins = client.call("training", {}, deadline_s=config.control.start_s, reason="where the trainer begins")
-    start_groups(config.train, timeout_s=timeout_s, port=begins["port"])
+    start_groups(config.train, timeout_s=timeout_s, port=begins["port"], before_collectives=compare_with_rank_0)
     channel = Channel(timeout_s)
     leader = dist.get_rank() == 0
 

@@ -20,14 +20,22 @@ from prl.trainer.options import TrainOptions
 LOOK_S = 0.002  # between two looks of a second thread at what it waits for
 
 
-def start_groups(options: TrainOptions, *, timeout_s: float, port: int | None = None) -> None:
+def start_groups(
+    options: TrainOptions,
+    *,
+    timeout_s: float,
+    port: int | None = None,
+    before_collectives: Callable[[TCPStore], None] = lambda store: None,
+) -> None:
     """Join the trainer's group (rank, size and address come from the environment, as torchrun sets them; so does the port where
     none is given) and split it for Megatron: neighbouring ranks are tensor-parallel, neighbouring such groups context-parallel,
-    pipeline stages lie farthest apart, the rest is data parallelism. No collective waits longer than `timeout_s`."""
+    pipeline stages lie farthest apart, the rest is data parallelism. No collective waits longer than `timeout_s`;
+    `before_collectives` is called with the store that all ranks have, before they connect to each other."""
     if not dist.is_initialized():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         port = int(os.environ["MASTER_PORT"]) if port is None else port
         store = _store(os.environ["MASTER_ADDR"], port, rank, timeout_s)
+        before_collectives(store)
         dist.init_process_group(device.backend(), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_parallel,

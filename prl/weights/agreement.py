@@ -1,7 +1,8 @@
-"""What the trainer and a sampler's worker must have in common before their first collective. Free of torch.
+"""What processes must have in common before their first collective: the trainer's ranks among themselves, and the trainer and
+a sampler's worker. Free of torch.
 
-Where they differ, collectives hang or carry wrong bytes without an error, so a sampler compares before it joins a group. Of
-the environment NCCL_* and GLOO_* are compared; TORCH_NCCL_* steer a process's own watchdog and need not be equal.
+Where they differ, collectives hang or carry wrong bytes without an error, so each compares before it joins a group. Of the
+environment NCCL_* and GLOO_* are compared; TORCH_NCCL_* steer a process's own watchdog and need not be equal.
 """
 
 import json
@@ -48,6 +49,9 @@ class Facts:
     host: str
     settings: Mapping[str, str]
 
+    def in_words(self) -> str:
+        return f"{self.who} on {self.host}: {', '.join(f'{name} {value}' for name, value in self.settings.items())}"
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -74,6 +78,11 @@ class Difference:
         return HARMLESS.get(self.name, "")
 
 
+def of_process(who: str, host: str, libraries: Mapping[str, str], environment: Mapping[str, str]) -> Facts:
+    """`libraries`: torch and the library that carries tensors, with their versions."""
+    return Facts(who=who, host=host, settings={**libraries, **_named(environment)})
+
+
 def facts(
     who: str,
     host: str,
@@ -85,13 +94,12 @@ def facts(
     environment: Mapping[str, str],
     plan: str = "",
 ) -> Facts:
-    """`libraries`: torch and the library that carries the weights, with their versions; `dtype` as torch calls it, without
-    "torch."; `tensors`: what a version consists of, in the order of the wire; `plan`: the digest of who sends what to whom,
-    where versions go by lanes."""
-    named = {name: value for name, value in environment.items() if name.startswith(PREFIXES)}
+    """Of an end of the weights' way. `libraries`: as in `of_process`; `dtype` as torch calls it, without "torch."; `tensors`:
+    what a version consists of, in the order of the wire; `plan`: the digest of who sends what to whom, where versions go by
+    lanes."""
     of_prl = {"dtype": dtype, "tensors": tensors_digest(tensors), "bucket_bytes": str(bucket_bytes)}
     of_lanes = {"plan": plan} if plan else {}
-    return Facts(who=who, host=host, settings={**libraries, **of_prl, **of_lanes, **named})
+    return Facts(who=who, host=host, settings={**libraries, **of_prl, **of_lanes, **_named(environment)})
 
 
 def tensors_digest(tensors: Sequence[TensorSpec]) -> str:
@@ -122,12 +130,16 @@ def in_words(ours: Facts, theirs: Facts, found: Sequence[Difference]) -> str:
 
 
 def check_agreement(ours: Facts, theirs: Facts) -> str:
-    """What differs without harm, in words. Raises ValueError in words where anything else does."""
+    """What differs without harm, in words. Raises ValueError, in words, where anything else does."""
     found = differences(ours, theirs)
     harmful = [one for one in found if not one.harmless]
     if harmful:
-        raise ValueError(f"no weights can be taken while these differ: {in_words(ours, theirs, harmful)}")
+        raise ValueError(f"these differ: {in_words(ours, theirs, harmful)}")
     return in_words(ours, theirs, found)
+
+
+def _named(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in sorted(environment.items()) if name.startswith(PREFIXES)}
 
 
 def _release(version: str) -> str:

@@ -24,6 +24,7 @@ def tell(_folder):
         "prl": str(Path(prl.__file__)),
         "attempt": os.environ["PRL_ATTEMPT"],
         "pid": os.getpid(),
+        "cpus": int(os.environ["SLURM_CPUS_ON_NODE"]) if "SLURM_CPUS_ON_NODE" in os.environ else None,  # of the step, here
     }
 
 

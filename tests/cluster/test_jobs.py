@@ -182,9 +182,11 @@ def test_a_submission_that_fails_leaves_no_folder_and_of_a_second_attempt_nothin
 
 @pytest.mark.slurm
 def test_a_heterogeneous_job_on_three_nodes(tmp_path, slurm_cluster):
-    job = start(tmp_path, jobs.tell, nodes=3, memory_per_node_gib=0.5, cpus_per_node=2)
+    of_samplers = {"cpus-per-task": 3}
+    job = start(tmp_path, jobs.tell, nodes=3, memory_per_node_gib=0.5, cpus_per_node=2, sbatch_sample=of_samplers)
     wait(job)
     told = job.job.results()
+    assert [one["cpus"] for one in told] == [2, 3, 3]  # a task has all that its component was given
     assert [one["place"] for one in told] == [(0, 0), (1, 0), (1, 1)]
     assert [one["task"] for one in told] == [0, 1, 2]
     assert {one["job"] for one in told} == {job.job_id}
@@ -216,9 +218,10 @@ def test_nodes_of_the_lab_have_addresses_of_their_own(tmp_path, slurm_cluster):
 @pytest.mark.slurm
 @pytest.mark.usefixtures("slurm_cluster")
 def test_several_nodes_of_a_plain_job_choose_their_roles_by_rank(tmp_path):
-    job = start(tmp_path, jobs.tell, nodes=3, mode="plain", train_nodes=2)
+    job = start(tmp_path, jobs.tell, nodes=3, mode="plain", train_nodes=2, cpus_per_node=3)
     wait(job)
     told = job.job.results()
+    assert [one["cpus"] for one in told] == [3, 3, 3]
     assert [one["place"] for one in told] == [(0, 0), (0, 1), (1, 0)]
     hosts = told[0]["hosts"]
     assert [one["host"] for one in told] == [name for component in hosts for name, _ in component]

@@ -101,6 +101,7 @@ def test_a_trainer_with_other_settings_is_refused_before_the_group_is_built(lab,
         facts = lab.facts(environment, **others)
         reply = lab.request("POST", "/prl/weights/connect", lab.meeting(lab.epoch + 1) | {"facts": facts})
         assert reply.status == 400
+        assert "no weights can be taken from the trainer: these differ: " in reply.body["error"]
         assert words in reply.body["error"]
         assert "\n" not in reply.body["error"]
     lab.update(weights_of(models[1]))  # the group of before still stands

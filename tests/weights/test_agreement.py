@@ -30,10 +30,10 @@ def test_sides_that_are_alike_agree_whatever_else_their_environment_holds():
 def test_each_difference_is_named_with_its_sides_and_what_to_do():
     ours = side(NCCL_CUMEM_ENABLE="0", NCCL_ALGO="Ring")
     theirs = side("sampler 3", "node2", torch="2.8.0", dtype="float32", NCCL_CUMEM_ENABLE="1", GLOO_SOCKET_IFNAME="ib1")
-    with pytest.raises(ValueError, match="no weights can be taken") as refused:
+    with pytest.raises(ValueError, match="these differ") as refused:
         check_agreement(ours, theirs)
     assert str(refused.value) == (
-        "no weights can be taken while these differ: "
+        "these differ: "
         "NCCL_ALGO is Ring at the trainer on node1 and not set at sampler 3 on node2: set it alike on all nodes, in "
         "cluster.setup; "
         "NCCL_CUMEM_ENABLE is 0 at the trainer on node1 and 1 at sampler 3 on node2: set it alike on all nodes, in "

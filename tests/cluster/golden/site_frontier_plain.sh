@@ -51,6 +51,9 @@ PRL_NODES_1=$(cut -s -d, -f$((1 + 1))- <<<"$nodes")
 MASTER_ADDR=${PRL_NODES_0%%,*}
 MASTER_ADDR=${MASTER_ADDR#*=}
 export PRL_NODES_0 ${PRL_NODES_1+PRL_NODES_1} MASTER_ADDR
+
+# A step that asks for no CPUs has all that the job was given on its nodes, whatever the version of Slurm; the task is the only
+# one there, and binds its processes itself.
 unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
 
 # A node agent that was killed could not end what its children have started, nor remove temporary files and shared memory; an

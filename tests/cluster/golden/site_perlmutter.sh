@@ -61,7 +61,8 @@ MASTER_ADDR=${PRL_NODES_0%%,*}
 MASTER_ADDR=${MASTER_ADDR#*=}
 export PRL_NODES_0 PRL_NODES_1 MASTER_ADDR
 
-# Component 0's own limits must not become the other component's.
+# Component 0's own limits must not become the other component's. A step that asks for no CPUs has all that each component was
+# given on its nodes, whatever the version of Slurm; the task is the only one there, and binds its processes itself.
 unset SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
 
 # A node agent that was killed could not end what its children have started, nor remove temporary files and shared memory; an
