@@ -149,7 +149,7 @@ def test_the_next_offer_waits_for_the_commit_before_it():
         assert (await second)["send"] is True
         assert rig.committed[0].version == Version(0, 4)
 
-    run(scenario)
+    run(scenario, options=replace(OPTIONS, update_s=5))
 
 
 def test_actors_are_told_at_once_who_serves():
