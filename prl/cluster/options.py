@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from prl.config.bounds import Above, AtLeast, AtMost, Below
+from prl.config.bounds import Above, AlsoCalled, AtLeast, AtMost, Below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,10 @@ class ClusterOptions:
         "shares with others there; on all CPUs where these are not known, as the log then says; never: all on all CPUs",
     ] = "auto"
     memory_per_node_gib: Annotated[
-        float | None, "memory asked of Slurm a node, in GiB; 0: all of it; null: the partition's default", AtLeast(0)
+        float | None,
+        "memory asked of Slurm a node, in GiB; 0: all of it; null: the partition's default",
+        AtLeast(0),
+        AlsoCalled("mem"),
     ] = None
     time_min: Annotated[int, "time limit of the job, in minutes", AtLeast(1), Below(10**7)] = 60
     warning_s: Annotated[
@@ -114,6 +117,7 @@ class ClusterOptions:
         Mapping[str, str | int | float | bool],
         "further sbatch options of all nodes by their long names, e.g. {constraint: h100, exclude: n3}; true: an option "
         "without a value, false: none",
+        AlsoCalled("extra", "additional_parameters"),
     ] = field(default_factory=dict)
     sbatch_train: Annotated[
         Mapping[str, str | int | float | bool],

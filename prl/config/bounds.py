@@ -1,4 +1,5 @@
-"""Bounds of options, which stand in their annotations: Annotated[int, "what it is", AtLeast(1)].
+"""What stands in the annotations of options beside their help: bounds, as in Annotated[int, "what it is", AtLeast(1)], and what
+others call them.
 
 Imports the standard library alone: every options.py may import this module, and nothing else of prl.
 """
@@ -53,6 +54,17 @@ class Below:
 
 Bound = AtLeast | AtMost | Above | Below
 
+
+@dataclass(frozen=True, init=False)
+class AlsoCalled:
+    """What other programs call an option: whoever writes such a name is told the right one."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+
 _LIMITS = {"s": 10**6, "mib": 2**24, "gib": 10**6, "seed": 2**63}  # 11 days, 16 TiB, 1 PB, what a seed holds
 _OTHER_LIMIT = 10**9
 
@@ -60,6 +72,12 @@ _OTHER_LIMIT = 10**9
 def bounds_of(hint: Any) -> tuple[Bound, ...]:
     """The bounds in an annotation, all of which must hold."""
     return tuple(entry for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, Bound))
+
+
+def names_of(name: str, hint: Any) -> tuple[str, ...]:
+    """The option's own name and those in its annotation."""
+    others = (entry.names for entry in getattr(hint, "__metadata__", ()) if isinstance(entry, AlsoCalled))
+    return (name, *(other for names in others for other in names))
 
 
 def describe(bounds: tuple[Bound, ...]) -> str:

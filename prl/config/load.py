@@ -1,7 +1,6 @@
 """From YAML and `key=value` overrides to a Config whose every key, type and bound was checked."""
 
 import dataclasses
-import difflib
 import io
 import math
 import re
@@ -17,6 +16,7 @@ from yaml import MarkedYAMLError, YAMLError
 from prl.config.bounds import bounds_of, describe, unstated_limit
 from prl.config.plain_files import NotPlainError, open_plain
 from prl.config.schema import Config
+from prl.config.unknown_keys import suggestion
 
 _Problem = tuple[str, str]  # the key, and what is wrong with it in words
 _BEGINS, _ENDS = "# written by prl, whole up to the line # end", "# end"  # of a file that `dump` made
@@ -221,9 +221,7 @@ def _build(cls: type, values: Mapping[Any, Any], where: str, problems: list[_Pro
     for key, value in values.items():
         name = f"{where}{key}"
         if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1)
-            hint = f"did you mean {where}{near[0]}?" if near else f"known keys here: {', '.join(hints)}"
-            problems.append((name, f"unknown key {name}; {hint}"))
+            problems.append((name, f"unknown key {name}; {suggestion(cls, key, value, where)}"))
             continue
         arguments[key] = _convert(hints[key], value, name, problems)
     for field in dataclasses.fields(cls):

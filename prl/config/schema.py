@@ -5,6 +5,7 @@ from typing import Annotated
 
 from prl.actor.options import ActorOptions
 from prl.cluster.options import ClusterOptions
+from prl.config.bounds import AlsoCalled
 from prl.control.options import ControlOptions
 from prl.domains.options import DomainOptions
 from prl.metrics.options import MetricsOptions
@@ -31,4 +32,4 @@ class Config:
     streams: Annotated[StreamsOptions, "rollout and step streams"] = field(default_factory=StreamsOptions)
     metrics: Annotated[MetricsOptions, "metrics"] = field(default_factory=MetricsOptions)
     control: Annotated[ControlOptions, "heartbeats and deadlines"] = field(default_factory=ControlOptions)
-    cluster: Annotated[ClusterOptions, "where it runs"] = field(default_factory=ClusterOptions)
+    cluster: Annotated[ClusterOptions, "where it runs", AlsoCalled("slurm")] = field(default_factory=ClusterOptions)

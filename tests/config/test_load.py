@@ -64,6 +64,15 @@ def test_overrides_come_last(tmp_path):
     [
         ("run: {stepz: 1}", "unknown key run.stepz; did you mean run.steps?"),
         ("trian: {}", "unknown key trian; did you mean train?"),
+        ("slurm: {}", "unknown key slurm; did you mean cluster?"),
+        (
+            "slurm: {extra: {constraint: a}, partitoin: b, qos: c, zz: 1}",
+            "unknown key slurm; did you mean cluster? slurm.extra is cluster.sbatch, slurm.partitoin is cluster.partition, "
+            "slurm.qos is cluster.qos",
+        ),
+        ("cluster: {extra: {constraint: a}}", "unknown key cluster.extra; did you mean cluster.sbatch?"),
+        ("cluster: {mem: 3}", "unknown key cluster.mem; did you mean cluster.memory_per_node_gib?"),
+        ("xyz: {}", "unknown key xyz; known keys here: run, model, domains, train, sample, actor, "),
         ("run: {steps: many}", "run.steps: expected a whole number, found text 'many'"),
         ("run: {steps: 1.5}", "run.steps: expected a whole number, found a number 1.5"),
         ("run: {steps: true}", "run.steps: expected a whole number, found true"),
