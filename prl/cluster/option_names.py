@@ -39,13 +39,25 @@ def unknown_names(program: Program, names: AbstractSet[str], runner: Runner = ru
     unlisted = names - letters.keys()
     if not unlisted:
         return {}
-    try:
-        known, why = letters.keys() | parse_help(runner([program, "--help"], timeout_s=15.0).out), ""
-    except ProgramError as error:
-        known, why = set(letters), f" (an option of this site's alone would need its {program}, but {error})"
+    said, why = _asked(program, runner)
+    known = letters.keys() | said
     return {
         name: f"{program} has no such option; {_suggestion(program, name, letters, known)}{why}" for name in unlisted - known
     }
+
+
+def _asked(program: Program, runner: Runner) -> tuple[frozenset[str], str]:
+    """The names that the site's own program says, and why it says none. What it complains of itself (that it finds no
+    configuration, say) has nothing to do with the name in question and is left out."""
+    try:
+        answer = runner([program, "--help"], timeout_s=15.0, check=False)
+    except ProgramError as error:
+        why = str(error)
+    else:
+        if answer.code == 0:
+            return parse_help(answer.out), ""
+        why = f"{program} --help ends with exit code {answer.code} here"
+    return frozenset(), f" (an option of this site's alone would need its {program}, but {why})"
 
 
 def _suggestion(program: Program, name: str, letters: Mapping[str, str], known: AbstractSet[str]) -> str:

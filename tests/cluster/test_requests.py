@@ -87,6 +87,33 @@ def test_a_component_may_have_other_generic_resources_or_none_of_what_all_ask_fo
     assert ("cpus-per-task" in sample.options, sample.cpus, sample.memory_mib) == (False, 0, 2048)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ({"partition": "a,,b c"}, "cluster.partition = a,,b c: holds a blank, which no name in Slurm does"),
+        ({"partition": "a, b"}, "cluster.partition = a, b: holds a blank"),
+        ({"partition": "a,,b"}, "cluster.partition = a,,b: a comma too many, as one of its names is empty; take it out"),
+        ({"partition": ",a"}, "cluster.partition = ,a: a comma too many"),
+        ({"account": "my project"}, "cluster.account = my project: holds a blank"),
+        ({"account": "a,b"}, "cluster.account = a,b: one name is wanted, found a comma"),
+        ({"qos": "high,"}, "cluster.qos = high,: a comma too many"),
+        ({"sbatch": {"constraint": "a100 b"}}, "cluster.sbatch.constraint = a100 b: holds a blank"),
+        ({"sbatch": {"constraint": "(a&b)||c"}}, "cluster.sbatch.constraint = (a&b)||c: an operator too many"),
+        ({"sbatch": {"--constraint": "a&"}}, "cluster.sbatch.--constraint = a&: an operator too many"),
+        ({"sbatch_train": {"partition": "a,"}}, "cluster.sbatch_train.partition = a,: a comma too many"),
+    ],
+)
+def test_names_that_slurm_cannot_have(cluster, words):
+    (line,) = problems(**cluster)
+    assert line.startswith(words)
+
+
+@pytest.mark.parametrize("constraint", ["a100", "a&b", "[rack1|rack2]", "(a|b)&c", "[a*2&b*1]", "gpu&hbm80g"])
+def test_names_that_it_can_have(constraint):
+    both = {"partition": "a,b", "account": "PROJECT@h100", "qos": "qos_gpu-t3"}
+    assert problems(**both, sbatch={"constraint": constraint}, sbatch_sample={"partition": "c"}) == []
+
+
 def test_a_run_on_this_machine_asks_for_nothing():
     assert problems(nodes=None, sbatch_train={"partition": "p"}, sbatch_sample={"mem": "9G"}) == []
 
@@ -143,6 +170,15 @@ def test_sbatch_is_asked_only_where_the_list_is_not_enough():
     assert line == (
         "cluster.sbatch.uenv: sbatch has no such option; sbatch --help lists them (an option of this site's alone would need "
         "its sbatch, but sbatch: no such program on PATH)"
+    )
+
+
+def test_what_sbatch_complains_of_is_left_out_of_what_is_said_of_a_name():
+    noise = "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\nsbatch: fatal: Could not establish\n"
+    (line,) = problems(runner=lambda *_, **__: Output(1, "", noise), sbatch={"constrant": "x"})
+    assert line == (
+        "cluster.sbatch.constrant: sbatch has no such option; did you mean constraint? (an option of this site's alone would "
+        "need its sbatch, but sbatch --help ends with exit code 1 here)"
     )
 
 

@@ -155,14 +155,16 @@ def test_nodes_of_partitions():
     ("text", "minutes"),
     [
         ("90", 90), ("5:00", 5), ("5:01", 6), ("1:30:00", 90), ("1:30:30", 91), ("1-12", 2160), ("1-12:30", 2190),
-        ("2-00:00:00", 2880), ("0", 0), ("infinite", None), ("UNLIMITED", None),
+        ("2-00:00:00", 2880), ("1-99:00", 7380), ("1-99", 7380), ("1-00:99", 1539), ("1-23:59:99", 2881), ("99:99", 101),
+        ("99:99:99", 6041), ("1:2", 2), ("0-30", 1800), ("0", 0), ("infinite", None), ("UNLIMITED", None),
     ],
 )  # fmt: skip
 def test_time_limits(text, minutes):
+    """Numbers above 59 and 23 are those that Slurm 22.05 makes of them, too: `sbatch --time`, then `scontrol show job`."""
     assert parse_minutes(text) == minutes
 
 
-@pytest.mark.parametrize("text", ["", "an hour", "1:2:3:4", "-5", "1.5", "2h"])
+@pytest.mark.parametrize("text", ["", "an hour", "1:2:3:4", "1-2:3:4:5", ":30", "1-", "1-1-1", " 5", "-5", "1.5", "2h"])
 def test_what_is_no_time_limit(text):
     with pytest.raises(SlurmOutputError, match=r"is no time limit; write minutes, or e\.g\. 12:00:00"):
         parse_minutes(text)
