@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from prl.cli import console
 from prl.cli.cluster_arguments import add_cluster_arguments, with_cluster_arguments
+from prl.cli.command_line import parse
 from prl.cluster.script import site_folder
 from prl.cluster.split import make_split
 from prl.config.checks import check_numbers
@@ -20,15 +21,16 @@ from prl.config.paths import current_folder, resolve_paths
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="prl-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="YAML file")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys to override, as with --set")
     parser.add_argument(
         "--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help="override keys, e.g. cluster.train_nodes=2"
     )
     add_cluster_arguments(parser)
     console.prepare()
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments, sbatch=True)
     try:
         folder = current_folder()
-        config = load(options.config, options.set, site_folder())
+        config = load(options.config, [*options.keys, *options.set], site_folder())
         config = resolve_paths(with_cluster_arguments(config, options), folder)
         check_numbers(config)
         split = make_split(config)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from prl.cli import console
+from prl.cli.command_line import parse
 from prl.config.load import ConfigError
 from prl.config.paths import check_named, current_folder
 from prl.report import audit
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--audit", action="store_true", help="prove that every rollout has exactly one end; exit code 1 where one has not"
     )
     console.prepare()
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     try:
         check_named("prl-report", options.run)
         if not os.path.isabs(options.run):

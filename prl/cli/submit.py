@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from prl.cli import console
 from prl.cli.cluster_arguments import add_cluster_arguments
+from prl.cli.command_line import parse
 from prl.cli.ending import explain
 from prl.cli.expected import show_expected
 from prl.cli.fit import check_memory, show_plan
@@ -123,7 +124,7 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Keys behind the configuration are set as those of --set are, which come last and win. A run that is gone on with has no
     other configuration to be named."""
-    options = _parser().parse_intermixed_args(arguments)
+    options = parse(_parser(), arguments, sbatch=True)
     if options.resume is not None and options.config is not None and "=" in options.config:
         options.keys.insert(0, options.config)
         options.config = None

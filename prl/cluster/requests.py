@@ -1,9 +1,11 @@
 """What a job asks of Slurm: sbatch's options for each component, from the configuration."""
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from prl.cluster.names import name_trouble
 from prl.cluster.option_names import long_name, unknown_names
 from prl.cluster.run import Runner, run
 from prl.cluster.slurm_output import SlurmOutputError, parse_memory_mib
@@ -80,6 +82,16 @@ def requests(config: Config, split: Split) -> tuple[Request, ...]:
     return tuple(_request(config, component.name, component.nodes) for component in split.components)
 
 
+def key_of(option: str, value: str) -> str:
+    """What to do in order to give sbatch an option, by its long name; `value` is empty where none is known."""
+    if option in _OF_BOTH:
+        return f"write --set {_OF_BOTH[option]}=VALUE"
+    if option in _REFUSED:
+        return f"it {_REFUSED[option]}"
+    key = f"cluster.sbatch.{option}={value or 'VALUE'}"
+    return f"write --set {shlex.quote(key)}"
+
+
 def _request(config: Config, component: Literal["train", "sample", "all"], nodes: int) -> Request:
     cluster = config.cluster
     memory_mib = None if cluster.memory_per_node_gib is None else int(cluster.memory_per_node_gib * 1024)
@@ -129,6 +141,7 @@ def request_problems(config: Config, split: Split, runner: Runner = run) -> Iter
                 f"cluster.{section}: is for one component of a heterogeneous job, which this is not (plain); put what is for "
                 f"all nodes into cluster.sbatch"
             )
+    yield from _name_problems(config)
     for section in ("sbatch_train", "sbatch_sample"):
         options = {name: value for name, value in _named(sections[section]).items() if value is not False}
         cpus, memory = options.get("cpus-per-task", 1), options.get("mem", 0)
@@ -139,6 +152,17 @@ def request_problems(config: Config, split: Split, runner: Runner = run) -> Iter
         except SlurmOutputError as error:
             yield f"cluster.{section}.mem = {memory}: {error}"
     yield from _step_problems(config, runner)
+
+
+def _name_problems(config: Config) -> Iterator[str]:
+    cluster = config.cluster
+    given: dict[str, Value | None] = {key: getattr(cluster, key) for key in ("partition", "account", "qos")}
+    for section in ("sbatch", "sbatch_train", "sbatch_sample"):
+        given |= {f"{section}.{key}": value for key, value in getattr(cluster, section).items()}
+    for key, value in given.items():
+        trouble = name_trouble(long_name(key.rpartition(".")[2]), value)
+        if trouble:
+            yield f"cluster.{key} = {value}: {trouble}"
 
 
 def _step_problems(config: Config, runner: Runner) -> Iterator[str]:
