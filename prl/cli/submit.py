@@ -21,7 +21,7 @@ from prl.cli.cluster_arguments import add_cluster_arguments
 from prl.cli.command_line import parse
 from prl.cli.ending import explain
 from prl.cli.expected import show_expected
-from prl.cli.fit import check_memory, show_plan
+from prl.cli.fit import memory_problems, show_plan, show_scripts
 from prl.cli.interrupts import Cancelled, Interrupts
 from prl.cli.job_end import FAILED, follow_job, tell_how_to_go_on, tell_next_steps
 from prl.cli.options_text import describe_options
@@ -102,13 +102,17 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
     config = _settled(config, insists=options.nodes is not None)
     config = settle_staging(config, model_of(config))
     split = make_split(config)
-    problems = [*request_problems(config, split)]
+    refused = [*request_problems(config, split)]
+    if options.dry_run:  # what has to be looked at is last, and so on the screen: the plan, then what is missing yet
+        if not refused:
+            show_scripts(config, split, folder, attempt)
+        show_plan(config, split, folder)
+        sys.stdout.flush()
+    problems = [*refused, *_problems(config, resume=options.resume is not None)]
+    if not refused:
+        problems += memory_problems(config, split)
     if problems:
         raise ConfigError(*problems)
-    if options.dry_run:
-        show_plan(config, split, folder, attempt)  # also where something is missing yet; what, is said below
-    _check(config, resume=options.resume is not None)
-    check_memory(config, split)
     if options.dry_run:
         return 0
     if split.kind != "local":
@@ -171,7 +175,9 @@ def _parser() -> argparse.ArgumentParser:
         help="show a Slurm job's progress to its end, after the submission or with --status; Ctrl-C leaves the job running",
     )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--dry-run", action="store_true", help="print the plan and the batch script; write and send nothing")
+    instead.add_argument(
+        "--dry-run", action="store_true", help="print the batch script, the plan and what is missing; write and send nothing"
+    )
     instead.add_argument(
         "--test-only", action="store_true", help="ask Slurm when it would start the job, and each component; send nothing"
     )
@@ -193,18 +199,21 @@ def _settled(config: Config, *, insists: bool) -> Config:
     return settled
 
 
-def _check(config: Config, *, resume: bool) -> None:
-    """Raises ConfigError with every problem found; prints warnings."""
+def _problems(config: Config, *, resume: bool) -> list[str]:
+    """Every problem found; prints warnings."""
     from prl.domains.registry import domain_problems
     from prl.orchestrator.replay import replay_problems
 
-    for warning in check(config, resume=resume):
+    try:
+        warnings = check(config, resume=resume)
+    except ConfigError as error:
+        return [*error.args]
+    for warning in warnings:
         print(f"prl-submit: warning: {warning}", file=sys.stderr)
     problems = [*domain_problems(config), *(replay_problems(config) if config.run.replay else ())]
     if config.cluster.nodes is None:
         problems += _port_problems()
-    if problems:
-        raise ConfigError(*problems)
+    return problems
 
 
 def _port_problems() -> list[str]:

@@ -147,7 +147,12 @@ def test_a_dry_run_without_model_and_data_shows_the_plan_and_says_which_keys_to_
     qwen = [str(ROOT / "configs" / "qwen7b.yaml"), "--dry-run"]
     assert submit.main(qwen) == 2
     said = capsys.readouterr()
-    assert "8 nodes, a heterogeneous Slurm job" in said.out
+    script, plan = re.split("(?m)^run qwen7b-math in ", said.out)  # what has to be looked at is last, and one screen
+    assert "#SBATCH hetjob" in script
+    assert "8 nodes, a heterogeneous Slurm job" in plan
+    assert "memory depends on the model, which is not there yet" in plan
+    assert "partition the site's default, account the site's default, qos the site's default (--partition, --acc" in plan
+    assert len(plan.splitlines()) < 12
     keys = ["model.path", "domains[0].options.paths", "domains[0].options.evaluate_paths"]
     assert [line.split()[2] for line in said.err.splitlines()] == keys
     (tmp_path / "here.jsonl").write_text('{"problem": "Two and two?", "answer": 4}\n')
@@ -155,6 +160,29 @@ def test_a_dry_run_without_model_and_data_shows_the_plan_and_says_which_keys_to_
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("prl-submit: error: model.path = ")
     assert files(tmp_path) == ["here.jsonl"]
+
+
+def test_a_dry_run_shows_the_memory_where_something_else_is_missing_and_tells_all_of_it_at_once(config, capsys, monkeypatch):
+    """Also on a machine without Slurm, and what the components ask for."""
+    monkeypatch.setenv("PATH", str(config))
+    keys = ["domains=[{name: gsm8k, options: {paths: [nope.jsonl]}}]", "cluster.gpus_per_node=4"]
+    keys += ["cluster.gpu_memory_gib=0.001", "cluster.sbatch_train.partition=big", "cluster.partition=small"]
+    dry = ["c.yaml", "--nodes", "3", "--account", "me", "--dry-run", "--set", *keys]
+    assert submit.main(dry) == 2
+    said = capsys.readouterr()
+    assert re.search(r"  a trainer rank needs about \d+\.\d MiB", said.out)
+    assert "  partition big (train) and small (sample), account me, qos the site's default" in said.out
+    assert said.out.endswith("\n  there is no sbatch here: submit it on a login node of the cluster\n")
+    data, memory = said.err.splitlines()
+    assert data.startswith("prl-submit: error: domains[0].options.paths = ")
+    assert "cluster.gpu_memory_gib = 0.001: a trainer rank needs about" in memory
+    assert submit.main([*dry, "cluster.sbatch.constrant=x"]) == 2
+    said = capsys.readouterr()
+    assert "#SBATCH" not in said.out  # it would be refused as it stands
+    assert "3 nodes, a heterogeneous Slurm job" in said.out
+    option, data = said.err.splitlines()
+    assert "cluster.sbatch.constrant: sbatch has no such option; did you mean constraint?" in option
+    assert "domains[0].options.paths" in data
 
 
 def test_a_machine_without_a_free_port(config, capsys, monkeypatch):
