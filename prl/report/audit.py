@@ -93,9 +93,12 @@ def audit(path: Path | str) -> Audit:
     _count(result, ledger)
     _check_ids(result, ledger, findings)
     check_issued_again(ledger, findings)
-    _check_numbers(ledger, _group_sizes(run, config, attempts), findings)
+    configs = _configs(run, config, attempts)
+    _check_numbers(ledger, np.unique([each.run.rollouts_per_group for each in configs]).astype(np.int64), findings)
     files = read_rollout_files(run, config.run.mark, lambda: _reclaimed(run), ledger.problems, findings)
     _check_rollout_files(result, run, config, ledger, files, findings)
+    if configs and all(each.run.min_rollouts_per_group is None for each in configs):
+        _check_whole_groups(ledger, files, findings)
     _check_step_files(result, run, config, ledger, files, findings)
     result.reclaimed_files = len(_reclaimed(run))
     return _with_findings(result, findings)
@@ -182,14 +185,13 @@ def _check_repeated(result: Audit, ledger: Ledger, abandoned: Int64, findings: F
         findings.add_ids(new, f"was trained in step {step}, but not when lineage {lineage} trained it before it was abandoned")
 
 
-def _group_sizes(run: RunFolder, config: Config, attempts: Sequence[int]) -> Int64:
-    """How many rollouts groups have, rising: a resume may have changed it. Empty where an attempt's is not known."""
-    configs = [run.attempt_config(attempt) for attempt in attempts]
+def _configs(run: RunFolder, config: Config, attempts: Sequence[int]) -> list[Config]:
+    """Of the run and of its attempts: a resume may have changed it. Empty where an attempt's is not known."""
+    paths = [run.attempt_config(attempt) for attempt in attempts]
     try:
-        found = [config, *(load(path) for path in configs if os.path.lexists(path))]
+        return [config, *(load(path) for path in paths if os.path.lexists(path))]
     except ConfigError:  # a finding, where that attempt has made a step file
-        return np.empty(0, np.int64)
-    return np.unique([each.run.rollouts_per_group for each in found]).astype(np.int64)
+        return []
 
 
 def _check_numbers(ledger: Ledger, sizes: Int64, findings: Findings) -> None:
@@ -240,6 +242,15 @@ def _check_rollout_files(
     if len(files.damaged) > quarantined:
         for words in files.damaged:
             findings.add("", words)
+
+
+def _check_whole_groups(ledger: Ledger, files: RolloutFiles, findings: Findings) -> None:
+    """Where no partial groups are trained, actors publish groups whole, however they end."""
+    others = np.isin(pairs_of(ledger.ids), pairs_of(files.key)) & ~np.isin(ledger.ids, files.key)
+    others &= ledger.per_id(ledger.kind == TRAINED) == 0  # of trained ones it was told
+    findings.add_ids(
+        ledger.ids[others], lambda key: f"lies in no rollout file, others of its group do; it was {ledger.tell(key)}"
+    )
 
 
 def _check_step_files(

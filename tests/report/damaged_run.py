@@ -43,16 +43,16 @@ def play_until_crash(folder) -> RunFolder:
     return run
 
 
-def edit_rollouts(run: RunFolder, edit) -> RolloutId:
-    """Change the table of the first rollout file that holds trained rollouts; the id of its row 1."""
-    trained = {e.rollout for e in ledger_events(read_ledger(run.ledgers)) if e.kind == "trained"}
+def edit_rollouts(run: RunFolder, edit, kind: str = "trained") -> RolloutId:
+    """Change the table of the first rollout file whose row 1 is of a rollout with such an event in the ledger; its id."""
+    wanted = {e.rollout for e in ledger_events(read_ledger(run.ledgers)) if e.kind == kind}
     for writer in sorted(run.rollouts.iterdir()):
         for _, file in list_published(writer):
             data = read_checked(file.path, file.bytes, file.checksum)
             opened = open_arrow(file.path, data, rollouts.KIND, rollouts.SCHEMA, None)
             row = opened.batches[0].slice(1, 1).to_pylist()[0]
             found = RolloutId(row["epoch"], row["problem_id"], row["group_id"], row["rollout"], row["issue"])
-            if found in trained:
+            if found in wanted:
                 file.path.unlink()
                 write_rollouts(writer, opened.header, edit(opened.batches[0]))
                 return found

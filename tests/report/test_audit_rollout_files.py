@@ -5,6 +5,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 from damaged_run import FAR, edit_ledger, edit_rollouts, names, take, words, write_rollouts
+from played_run import play
 
 from prl.report.audit import audit, render
 from prl.streams import rollouts
@@ -19,6 +20,19 @@ def test_one_row_deleted_from_a_rollout_file(run):
     rollout = edit_rollouts(run, lambda batch: take(batch, [n for n in range(batch.num_rows) if n != 1]))
     assert names(run, rollout)
     assert "lies in no rollout file, but issued, trained in step" in render(audit(run.path))
+
+
+@pytest.mark.parametrize("kind", ["discarded", "issued_again"])
+def test_one_row_of_a_rollout_that_was_not_trained_deleted_from_a_rollout_file(tmp_path, kind):
+    """Groups are published whole, unless partial ones are trained."""
+    run = play(tmp_path / "run", [80])  # with groups that had been published when it crashed, and were issued again
+    rollout = edit_rollouts(run, lambda batch: take(batch, [n for n in range(batch.num_rows) if n != 1]), kind)
+    (found,) = audit(run.path).named
+    assert found["what"] == words(rollout)
+    assert found["wrong"].startswith("lies in no rollout file, others of its group do; it was issued, ")
+    for config in (run.config, *map(run.attempt_config, run.attempts())):
+        config.write_text(config.read_text().replace("min_rollouts_per_group: null", "min_rollouts_per_group: 2"))
+    assert audit(run.path).passed
 
 
 def test_one_row_doubled_in_a_rollout_file(run):
