@@ -202,7 +202,6 @@ def _settled(config: Config, *, insists: bool) -> Config:
 def _problems(config: Config, *, resume: bool) -> list[str]:
     """Every problem found; prints warnings."""
     from prl.domains.registry import domain_problems
-    from prl.orchestrator.replay import replay_problems
 
     try:
         warnings = check(config, resume=resume)
@@ -210,7 +209,11 @@ def _problems(config: Config, *, resume: bool) -> list[str]:
         return [*error.args]
     for warning in warnings:
         print(f"prl-submit: warning: {warning}", file=sys.stderr)
-    problems = [*domain_problems(config), *(replay_problems(config) if config.run.replay else ())]
+    problems = list(domain_problems(config))
+    if config.run.replay:
+        from prl.orchestrator.replay import replay_problems  # a quarter of a second that no other run needs
+
+        problems += replay_problems(config)
     if config.cluster.nodes is None:
         problems += _port_problems()
     return problems
