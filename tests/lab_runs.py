@@ -9,6 +9,7 @@ from pathlib import Path
 
 import lab_cluster
 import psutil
+from children import children_of
 
 from prl.cli import submit
 from prl.runfolder.outcome import Outcome, read_outcome
@@ -40,6 +41,11 @@ class LabRun:
         wanted = ["-u", "-m", "submitit.core._submit"]
         (found,) = [process for process in lab_cluster.processes(node) if process.cmdline()[1:4] == wanted]
         return found
+
+    def children(self, attempt: int = 1) -> dict[str, psutil.Process]:
+        """What the agents of an attempt have started, by role and index, on all nodes."""
+        found = [children_of(self.agent(node).pid, self.folder) for node in self.hosts(attempt)]
+        return {name: child for on_node in found for name, child in on_node.items()}
 
     def is_clean(self, dead: int | None = None, deadline_s: float = 60.0) -> None:
         """Nothing of the run is left on any node, or soon will be: Slurm takes some seconds to end what it ends. `dead`: the

@@ -13,7 +13,7 @@ from prl.cluster.processes import end_processes, first_processes, processes_of
 from prl.cluster.record import Record, read_record
 from prl.cluster.silent_end import silent_end
 from prl.cluster.slurm import job_rows, jobs_in_queue
-from prl.cluster.slurm_output import WAITING, JobRow, fold_states, has_ended
+from prl.cluster.slurm_output import WAITING, JobRow, SlurmOutputError, fold_states, has_ended
 from prl.cluster.submission import reopen
 from prl.config.load import ConfigError, load
 from prl.config.paths import current_folder
@@ -61,7 +61,12 @@ def cancel(path: str) -> int:
         ended = end_processes(run, attempt, load(run.config).control.stop_s)
         print(f"attempt {attempt}: {f'{ended} processes were ended' if ended else 'nothing of it runs here'}")
         return 0
-    left = jobs_in_queue([record.job_id, *record.followers])
+    job_ids = [record.job_id, *record.followers]
+    try:
+        left = jobs_in_queue(job_ids)
+    except SlurmOutputError as error:
+        console.tell(f"prl-submit: warning: {error}; it is cancelled whatever it is")
+        left = job_ids
     if not left:
         print(f"{_job(record)} has ended: {_end(run, attempt, job_rows(record.job_id))}")
         return 0

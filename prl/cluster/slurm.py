@@ -23,6 +23,7 @@ from prl.cluster.slurm_output import (
     parse_nodes,
     parse_queue,
     parse_runs,
+    parse_state,
 )
 
 LIMIT_S = 60.0  # Slurm keeps time limits by the minute
@@ -229,14 +230,14 @@ def cluster_name(runner: Runner = run) -> str | None:
 def why_terminated(job_id: str, now: float, restarts: int, runner: Runner = run) -> Termination | None:
     """Why Slurm sends the job, or a component of it, SIGTERM at `now` (seconds since the epoch). `restarts`: how often it had
     been put into the queue again before. None where the job goes on: somebody has sent it the signal, or srun ends its step, as
-    a task of it has ended. Raises ProgramError where Slurm does not answer."""
+    a task of it has ended. Raises ProgramError where Slurm does not answer, or what it says cannot be read."""
     with beyond_signals():
         shown = runner(["scontrol", "-o", "show", "job", job_id], timeout_s=10.0).out  # all components
     return termination(shown, now, restarts)
 
 
 def termination(shown: str, now: float, restarts: int) -> Termination | None:
-    """The same by what `scontrol -o show job` prints."""
+    """The same by what `scontrol -o show job` prints. Raises SlurmOutputError."""
     found = _FIELD.findall(shown)
     states = {value for name, value in found if name == "JobState"}  # COMPLETING, as long as Slurm waits for its processes
     reasons = {value for name, value in found if name == "Reason"}
@@ -250,16 +251,18 @@ def termination(shown: str, now: float, restarts: int) -> Termination | None:
         return "time limit"
     # Of a job that is cancelled EndTime is now; of one that still runs it is the limit.
     limits = [_seconds(value) for name, value in found if name == "EndTime" and _TIME.fullmatch(value)]
-    if states != {"RUNNING"}:
+    if {parse_state(state) for state in states} != {"RUNNING"}:
         return "cancelled"
     return "time limit" if any(now >= limit - LIMIT_S for limit in limits) else None
 
 
 def still_runs(shown: str, restarts: int) -> bool:
     """Whether a job that has begun for the (`restarts` + 1)th time has not ended since then, nor been put into the queue again,
-    by what `scontrol -o show job` prints (nothing, where it does not answer)."""
+    by what `scontrol -o show job` prints (nothing, where it does not answer). Raises SlurmOutputError."""
     found = _FIELD.findall(shown)
-    return {value for name, value in found if name == "JobState"} == {"RUNNING"} and _restarts(found) == restarts
+    if _restarts(found) != restarts:
+        return False
+    return {parse_state(value) for name, value in found if name == "JobState"} == {"RUNNING"}
 
 
 def _restarts(found: Sequence[tuple[str, str]]) -> int:

@@ -226,6 +226,12 @@ def test_why_slurm_ends_a_job(states, reason, restarts, end, preempted, at, why)
     assert why_terminated("4", now, 1, answers(scontrol=Output(0, shown, ""))) == why
 
 
+def test_an_end_of_a_job_in_an_unknown_state_is_not_taken_for_another():
+    shown = SHOWN.format(offset=0, state="FROZEN", reason="None", restarts=0, end=LIMIT, preempted="None")
+    with pytest.raises(ProgramError, match="state 'FROZEN', which prl does not know"):
+        why_terminated("4", 0.0, 0, answers(scontrol=Output(0, shown, "")))
+
+
 @pytest.mark.parametrize(
     ("tell", "said"),
     [(partial(requeue, "63"), "scontrol requeue 63"), (partial(cancel_waiting, ["64", "65"]), "scancel --state=PENDING 65 64")],

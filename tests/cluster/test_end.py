@@ -70,6 +70,28 @@ def test_a_killed_orchestrator_s_job_is_queued_again_where_slurm_has_not_done_so
         assert end(run, 2, code, shown, 1)[0] == again  # by what is written
 
 
+UNKNOWN = RUNNING.replace("RUNNING", "FROZEN", 1)
+DOUBT = "the job is not put into the queue again: Slurm calls the job's state 'FROZEN', which prl does not know"
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+@pytest.mark.parametrize(("chain", "follows"), [((), "stop"), (("63", "64"), "chain")])
+def test_a_job_in_an_unknown_state_is_not_queued_again_and_that_is_said(run, monkeypatch, requeue, chain, follows):
+    stand_in(run.path.parent, monkeypatch, squeue="echo '64|PENDING|N/A||Dependency'")
+    run.attempt_config(2).write_text(f"run: {{name: one}}\ncluster: {{requeue: {requeue}}}\n")
+    replace(read_record(run, 2), chain=chain).write(run.submission(2))
+    again, words = end(run, 2, KILL, UNKNOWN, 1)
+    written = read_outcome(run.exit(2))
+    assert (again, said(written)) == (False, ("failed", "killed", follows))
+    assert DOUBT in written.cause
+    assert written.cause in words
+    Outcome("left", "warned", "time limit", "requeue", "time limit").write(run.exit(2))
+    again, words = end(run, 2, KILL, UNKNOWN, 1)
+    assert not again
+    assert words.startswith(f"warned; {DOUBT}")
+    assert "FROZEN" not in end(run, 2, KILL, UNKNOWN, 0)[1]  # it has been put into the queue again since
+
+
 def result_of_a_task(run, at_s):
     """As submitit keeps it, written so long after the attempt began."""
     path = read_record(run, 2).folder / "63_1_result.pkl"

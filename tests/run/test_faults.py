@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from children import children_of
 from safetensors.torch import load_file
-from struck_runs import SHORT, children_of, served_after, wait_for_checkpoint, wait_for_steps
+from struck_runs import SHORT, served_after, wait_for_checkpoint, wait_for_steps
 from whole_runs import SUBMIT, Ended, submit, wait_until
 
 from prl.metrics.events import Event

@@ -7,7 +7,8 @@ import time
 
 import psutil
 import pytest
-from test_faults import SHORT, children_of, wait_for_steps
+from children import children_of
+from test_faults import SHORT, wait_for_steps
 from whole_runs import ROOT, command
 
 from prl.report.audit import audit, render

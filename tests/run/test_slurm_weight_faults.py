@@ -21,9 +21,10 @@ import lab_cluster
 import psutil
 import pytest
 import torch
+from children import children_of
 from lab_runs import LabRun, submitted
 from safetensors.torch import load_file
-from struck_runs import children_of, served_after
+from struck_runs import served_after
 from transformers import AutoModelForCausalLM
 from whole_runs import Ended
 

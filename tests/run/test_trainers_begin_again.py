@@ -7,7 +7,8 @@ import subprocess
 
 import psutil
 import pytest
-from struck_runs import children_of, wait_for_checkpoint, wait_for_lineage, wait_for_steps
+from children import children_of
+from struck_runs import wait_for_checkpoint, wait_for_lineage, wait_for_steps
 from whole_runs import SUBMIT, Ended
 
 from prl.report.audit import audit, render

@@ -4,7 +4,8 @@ were."""
 import signal
 
 import pytest
-from struck_runs import SHORT, children_of, wait_for_checkpoint, wait_for_lineage, wait_for_steps
+from children import children_of
+from struck_runs import SHORT, wait_for_checkpoint, wait_for_lineage, wait_for_steps
 from whole_runs import Ended, submit, wait_until
 
 from prl.report.audit import audit, render
