@@ -6,7 +6,7 @@ import signal
 import lab_cluster
 import pytest
 from lab_runs import CONFIG, LabRun
-from small_runs import small_run, wait_for_processes
+from small_runs import ROLES, small_run, wait_for_processes
 
 from prl.cli import submit
 from prl.cluster.record import read_record
@@ -184,6 +184,21 @@ def test_killed_agents(start, killed):
     run.is_clean()
     lab_cluster.wait_until(lambda: set(run.states()) == {"FAILED"}, LOST_S, run.states)
     assert "2 attempts in a row trained no step" in ended.next_words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ROLES)
+def test_a_process_that_is_killed_before_it_has_joined_is_not_started_again(start, role):
+    """It would only fail again."""
+    run = start("cluster.requeue=true")
+    wait_for_processes(run)
+    run.children()[f"{role} 0"].kill()
+    ended = run.ended()
+    assert said(ended) == ("failed", "error", "stop")
+    assert (ended.cause, ended.role) == (f"{role} 0 was ended by SIGKILL", role)
+    run.is_clean()
+    lab_cluster.wait_until(lambda: set(run.states()) == {"FAILED"}, LOST_S, run.states)
+    assert run.folder.attempts() == [1]
 
 
 def test_what_can_never_start_is_refused_before_anything_is_made_or_sent(tmp_path, slurm_cluster, capsys):
