@@ -12,6 +12,7 @@ from prl.runfolder.plan import read_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.slurm_netns]
 START_S = 300.0  # from a start to its steps on two busy cores
+AGAIN_S = 150.0  # until a job that was put into the queue again has started: Slurm holds it off for a while
 LASTING = (
     *("run.steps=100000", "run.stop_at_reward=null", "run.evaluate_every_steps=0", "train.checkpoint_every_steps=3"),
     *("verifier.processes=1", "control.restarts=1", "sample.restarts=1", "control.restart_pause_s=0.2"),
@@ -47,7 +48,11 @@ def wait_for_words(run: LabRun, kind: str, words: str) -> None:
     def told() -> list[str]:
         return [event.labels["event"] for event in Ended(run.folder, 0, "").events(kind)]
 
-    lab_cluster.wait_until(lambda: any(event.startswith(words) for event in told()), START_S, told)
+    def there() -> bool:
+        assert not run.folder.exit(1).exists(), run.folder.exit(1).read_text()
+        return any(event.startswith(words) for event in told())
+
+    lab_cluster.wait_until(there, START_S, told)
 
 
 def kill(run: LabRun, name: str) -> psutil.Process:
@@ -92,6 +97,7 @@ def test_a_run_heals_from_the_death_of_each_of_its_kinds_of_processes(tmp_path, 
         killed = run.ended()
         assert said(killed) == ("failed", "killed", "requeue")
         assert killed.cause.startswith("the orchestrator was killed before it could say why (srun's exit code: 1")
+        lab_cluster.wait_until(lambda: run.folder.attempts() == [1, 2], AGAIN_S, lambda: run.logs(1))
         wait_for_more_steps(run, 2, 3)
         run.folder.stop.touch()
         assert said(run.ended(2)) == ("done", "stopped", "stop")
