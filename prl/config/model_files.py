@@ -91,7 +91,7 @@ def files_read(folder: Path, *, weights: bool) -> list[Path]:
     """The files of the folder itself that a run reads: config, tokenizer and the like, and those of its weights where they are
     wanted. Raises OSError, and UnsupportedModelError where it has no weights that a trainer reads."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix not in WEIGHT_SUFFIXES]
-    return files + (sorted(path for path in _named(folder) if path.parent == folder) if weights else [])
+    return files + (sorted(_named(folder)) if weights else [])
 
 
 def tokenizer_problems(folder: Path) -> Iterator[str]:
@@ -154,6 +154,12 @@ def _named(folder: Path) -> dict[Path, set[str] | None]:
         raise UnsupportedModelError(
             f"{INDEX} is no index of weights ({type(error).__name__}: {error}); download it again"
         ) from error
+    elsewhere = sorted(str(path) for path in named if path.parent != folder)
+    if elsewhere:  # samplers would not find them, nor a node's own copy of the folder have them
+        raise UnsupportedModelError(
+            f"{INDEX} names {elsewhere[0]}, which does not lie in the folder itself; put all files of weights there, and their "
+            f"plain names into the index"
+        )
     return named
 
 

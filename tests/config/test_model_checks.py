@@ -56,6 +56,14 @@ CUT = "bytes are no safetensors file, or only the beginning of one); download it
             b'{"weight_map": {"model.norm.weight": "model.safetensors", "b": "model.safetensors"}}',
             "model.safetensors lacks 1 tensors that model.safetensors.index.json places there, e.g. b",
         ),
+        *(
+            (
+                "model.safetensors.index.json",
+                b'{"weight_map": {"model.norm.weight": "%s"}}' % name,
+                "model.safetensors.index.json names ",
+            )
+            for name in (b"../model/model.safetensors", b"/model.safetensors", b"part/model.safetensors")
+        ),
         ("tokenizer.json", b"{", "tokenizer.json is no tokenizer ("),
         ("tokenizer_config.json", b"{", "tokenizer_config.json cannot be read ("),
         ("generation_config.json", b"3", "generation_config.json holds no keys and values; download it again"),

@@ -5,7 +5,6 @@ import asyncio
 import os
 import queue
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 
 from prl.config.load import dump
 from prl.config.schema import Config
+from prl.control.ports import free_port
 from prl.control.server import ControlServer, Member
 from prl.control.token import create_token
 from prl.domains.options import DomainOptions
@@ -48,11 +48,6 @@ OPTIONS = SampleOptions(
         "enable-prompt-tokens-details": True,  # how much of a prompt came out of the prefix cache
     },
 )
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ def started(run: RunFolder, index: int, control_url: str) -> Iterator[Started]:
         "PRL_INDEX": str(index),
         "PRL_CONTROL_URL": control_url,
         "PRL_HOST": HOST,
-        "PRL_PORT": str(free_port()),
+        "PRL_PORT": str(free_port(HOST)),
         "PYTHONPATH": str(Path(__file__).parent),  # where the faulty extension lies
         "VLLM_RPC_BASE_PATH": str(sockets),
         "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, for the extension, and more routes that must be guarded

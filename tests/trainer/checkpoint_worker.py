@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoint_layouts import DENSE, LAYOUTS, OPTIONS, PLAIN, RECENT, SHARED, VALUES, origins
 from fault_layer import WRITES, FaultLayer, Operation
-from ranks import free_port, rank_environment
+from ranks import rank_environment
 from trained import steps
 
+from prl.control.ports import free_port
 from prl.runfolder.manifest import Manifest, newest_manifest, write_manifest
 from prl.runfolder.paths import RunFolder
 from prl.trainer.options import TrainOptions
@@ -387,7 +388,7 @@ def main(folder: Path) -> None:
         stop_groups()
         if rank:
             return
-        os.environ.update(rank_environment(0, 1, free_port()))
+        os.environ.update(rank_environment(0, 1, free_port("127.0.0.1")))
         start_groups(PLAIN, timeout_s=60.0)
         shrunk()
     torch.distributed.barrier()

@@ -1,13 +1,14 @@
 """One process a rank, as torchrun would start them, and what they leave."""
 
 import os
-import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+
+from prl.control.ports import free_port
 
 
 class Results:
@@ -20,11 +21,6 @@ class Results:
         ranks, name = key
         with np.load(self.folder / f"ranks_{ranks}" / f"{name}.npz") as file:
             return dict(file)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -45,7 +41,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def run_ranks(command: list[str], ranks: int) -> None:
     """One process a rank; raises with their output when one fails."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     with tempfile.TemporaryFile() as output:
         processes = [
             subprocess.Popen(command, env=rank_environment(rank, ranks, port), stdout=output, stderr=subprocess.STDOUT)

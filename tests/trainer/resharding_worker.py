@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoint_layouts import OPTIONS, PLAIN, RESHARDED, SHARED, reshardings
-from ranks import free_port, rank_environment
+from ranks import rank_environment
+
+from prl.control.ports import free_port
 
 
 def main(folder: Path) -> None:
@@ -66,7 +68,7 @@ def main(folder: Path) -> None:
     stop_groups()
     if rank:
         return
-    os.environ.update(rank_environment(0, 1, free_port()))
+    os.environ.update(rank_environment(0, 1, free_port("127.0.0.1")))
     start_groups(PLAIN, timeout_s=60.0)
     for model, splits in RESHARDED.items():
         for layout in splits:

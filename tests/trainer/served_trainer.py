@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import free_port, rank_environment
+from ranks import rank_environment
 from trainer_data import RISING_KL, facts, microbatches, without_reference
 
 from prl.config.hf_config import read_model_config
@@ -20,6 +20,7 @@ from prl.config.layout import layout_of
 from prl.config.load import dump
 from prl.config.schema import Config
 from prl.control.options import ControlOptions
+from prl.control.ports import free_port
 from prl.control.server import ControlServer, Member
 from prl.control.token import create_token
 from prl.flow.ids import RolloutId
@@ -169,7 +170,7 @@ def _with_ids(batch, step):
 
 async def start_and_serve(run: Run, *, resumes: bool = False) -> list[int]:
     """Start the ranks, answer their calls, and return their exit codes."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     sampler: dict[int, SamplerEnd | LanesIn] = {}  # by epoch
     tasks = []
     specs: list[TensorSpec] = []  # of the version that goes by files

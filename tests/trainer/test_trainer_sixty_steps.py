@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import free_port, rank_environment
+from ranks import rank_environment
 from safetensors.torch import load_file
 from trainer_data import facts, microbatches
 
 from prl.config.load import dump
 from prl.config.schema import Config
 from prl.control.options import ControlOptions
+from prl.control.ports import free_port
 from prl.control.server import ControlServer
 from prl.control.token import create_token
 from prl.flow.ids import RolloutId
@@ -132,7 +133,7 @@ async def attempt(
     async def nothing(member, body):
         return {"epoch": 0, "world_size": 1, "send": False}
 
-    port = free_port()
+    port = free_port("127.0.0.1")
 
     async def training(member, body):
         return {"lineage": 0, "resumes": bool(run.saved), "port": port}
