@@ -93,7 +93,7 @@ def test_a_run_goes_on_after_it_was_stopped(quickstart, tmp_path):
     more = quickstart.exit["steps"] + 10
     before = quickstart.exit["steps"]
     exported = shutil.copytree(quickstart.folder.export, tmp_path / "export")  # the resumed run replaces it
-    changes = (f"run.steps={more}", "run.max_lag=10", "sample.max_num_seqs=16", "run.stop_at_reward=null")
+    changes = (f"run.steps={more}", "run.max_lag=10", "sample.max_num_seqs=4", "run.stop_at_reward=null")
     resumed = submit(quickstart.folder.path, "--resume", quickstart.folder.path, "--set", *changes)
     assert resumed.code == 0, resumed.logs()
     assert resumed.exit["steps"] == more
