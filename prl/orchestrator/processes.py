@@ -128,6 +128,7 @@ class ProcessDesk:
         cause = Cause(f"{member.name}: {error}", member.role, AGENT if member.role == "agent" else REPORTED, trace)
         by_itself = member.name in self._restarts and self._restarts.state(member.name) != "starting"
         restarts = by_itself or (member.name in self._trainers and self._may_restart_trainers())
+        restarts |= member.name in self.trainers_to_end  # by the last restart that there may be, too
         if restarts and not member.ends_run and not says_full(error):
             self._said[member.name] = cause  # it ends now, and may be started again
         else:

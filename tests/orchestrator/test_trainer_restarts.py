@@ -263,6 +263,21 @@ def test_what_another_start_does_not_help_and_a_limit_of_none_end_the_run_at_onc
     run(tmp_path / "run", scenario, restarts=0 if failure is None else 3)
 
 
+def test_what_a_rank_says_that_misses_another_one_does_not_end_the_run_at_the_last_restart_that_there_may_be(tmp_path):
+    async def scenario(rig):
+        async with training(rig) as t:
+            assert await rig.dies("trainer 1") is not None
+            words = {"error": "RuntimeError: connection closed by peer", "traceback": "its traceback"}
+            await rig.clients["trainer 0"].call("fail", words, deadline_s=5, reason="test")
+            assert await rig.dies("trainer 0", 0, "ended with code 1", code=1) is not None
+            for name in ("preprocess 0", "preprocess 1"):
+                assert await rig.dies(name) is not None
+            await t.begin(1)
+            assert rig.causes == []
+
+    run(tmp_path / "run", scenario, restarts=1)
+
+
 def test_a_rank_that_runs_out_of_memory_again_and_again_ends_the_run_at_the_limit(tmp_path):
     killed = f"was ended by SIGKILL: {MEMORY_KILL}"
 
