@@ -66,7 +66,7 @@ def strings(column: pa.DictionaryArray, rows: Array | None = None) -> list[str]:
 
 def all_finite(values: Array) -> bool:
     """The sum of the squares tells, in less than half the time, unless it overflows."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return math.isfinite(values.dot(values)) or bool(np.isfinite(values).all())
 
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from stream_data import assert_equal, make_group
 from written_files import ACTOR, write, write_one
 
+from prl.streams.arrays import all_finite
 from prl.streams.files import Header, StreamError, checksum_of
 from prl.streams.reader import read_rollouts, read_rows
 from prl.streams.rollouts import SCHEMA, to_arrow
@@ -195,3 +196,13 @@ def test_rows_that_contradict_each_other_are_refused(tmp_path, column, values, w
     path.write_bytes(sink.getvalue())
     with pytest.raises(StreamError, match=words):
         read_rollouts(path, sink.getvalue().size, checksum_of(sink.getvalue()))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FA00000, 0x7F800000, 0xFF800000])
+def test_whatever_is_not_finite_is_found_without_a_warning(bits):
+    """Numbers that are none (quiet and signalling) and both infinities; and values whose squares overflow are finite."""
+    values = np.full(64, 3e38, np.float32)
+    assert all_finite(values)
+    values.view(np.uint32)[40] = bits
+    assert not all_finite(values)
