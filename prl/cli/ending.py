@@ -7,6 +7,7 @@ from pathlib import Path
 
 from prl.cli import console
 from prl.cluster.submission import Submission
+from prl.metrics.events import last_step
 from prl.runfolder.outcome import CANCELLED, EXIT_CODES, FAILED, Outcome
 
 FULL_BYTES = 64 * 1024  # less than this is no room for anything
@@ -18,10 +19,10 @@ def explain(job: Submission, code: int, cause: str) -> None:
     if path.exists():
         return
     outcome, reason = (CANCELLED, "cancelled") if code == EXIT_CODES[CANCELLED] else (FAILED, "error")
+    steps = last_step(job.run.orchestrator_metrics, job.attempt)
+    said = Outcome(outcome, cause, reason, "stop", reason, code=code, steps=steps, started=job.submitted, ended=time.time())
     try:
-        Outcome(outcome, cause, reason, "stop", reason, code=code, steps=0, started=job.submitted, ended=time.time()).write(
-            path
-        )
+        said.write(path)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         console.tell(_full(job.run.path) if full else f"{path} cannot be written: {error}")

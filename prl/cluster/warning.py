@@ -21,7 +21,7 @@ def lead_s(options: ClusterOptions, steps_s: Sequence[float], saves_s: Sequence[
 
 def measured_lead_s(options: ClusterOptions, run: RunFolder) -> int:
     """The same by what earlier attempts of a run have measured, if there were any."""
-    path = run.metrics / "orchestrator-0.jsonl"
+    path = run.orchestrator_metrics
     events = read_events(path)[0] if path.is_file() else []
     steps_s = [event.values[names.STEP_S] for event in events if event.kind == names.STEP and names.STEP_S in event.values]
     saves_s = [event.values[names.CHECKPOINT_WRITE_S] for event in events if event.kind == names.CHECKPOINT]

@@ -1,10 +1,10 @@
-"""Deletion of stream files that nobody can need any more, behind the newest durable checkpoint.
+"""Deletion of stream files that nobody can need any more, behind a durable checkpoint.
 
-A resume from that checkpoint needs the step files behind it and the rollouts of groups that were in flight when it was made.
-So there are deleted: step files up to its step, and rollout files all of whose groups had ended by then; but never the last
-file of a folder, from which whoever writes there learns its next sequence number, and never the ledger. What is deleted is
-recorded first, so that an audit can tell it from what was lost. Rollouts that lie in no files (but in Redis) are let go of by
-the preprocessor.
+That is the one before the newest (prl/orchestrator/checkpoints.py). A resume from it needs the step files behind it and the
+rollouts of groups that were in flight when it was made. So there are deleted: step files up to its step, and rollout files all
+of whose groups had ended by then; but never the last file of a folder, from which whoever writes there learns its next sequence
+number, and never the ledger. What is deleted is recorded first, so that an audit can tell it from what was lost. Rollouts that
+lie in no files (but in Redis) are let go of by the preprocessor.
 """
 
 import logging

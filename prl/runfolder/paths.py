@@ -99,6 +99,11 @@ class RunFolder:
         return self.path / "metrics"
 
     @property
+    def orchestrator_metrics(self) -> Path:
+        """Steps, versions and checkpoints of all attempts, as events."""
+        return self.metrics / "orchestrator-0.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

@@ -16,6 +16,7 @@ from prl.cli import console
 from prl.cli.ending import explain, full_filesystem
 from prl.cli.interrupts import Cancelled, Interrupts
 from prl.cli.job_end import report_end
+from prl.metrics.events import MetricsWriter
 from prl.report.read import read_run
 from prl.report.summary import summarize
 from prl.runfolder.outcome import Outcome, OutcomeError, read_outcome
@@ -36,6 +37,9 @@ def job(tmp_path):
 
 @pytest.mark.parametrize(("code", "outcome"), [(130, "cancelled"), (1, "failed")])
 def test_an_end_without_a_word_is_written_once_and_reported(job, code, outcome):
+    for attempt, step in ((1, 6), (1, 7), (2, 8)):
+        with MetricsWriter(job.run.metrics, "orchestrator", 0, attempt) as metrics:
+            metrics.write({}, step, kind="step")
     explain(job, code, "the cause")
     explain(job, 1, "another cause")
     said = json.loads(job.run.exit(1).read_text())
@@ -43,7 +47,7 @@ def test_an_end_without_a_word_is_written_once_and_reported(job, code, outcome):
     reason = {"cancelled": "cancelled", "failed": "error"}[outcome]
     assert said == {
         "outcome": outcome, "cause": "the cause", "reason": reason, "next": "stop", "next_words": reason, "role": None,
-        "host": None, "code": code, "detail": "", "log_end": "", "steps": 0,
+        "host": None, "code": code, "detail": "", "log_end": "", "steps": 7,
     }  # fmt: skip
     summary = summarize(read_run(job.run.path), time.time())
     assert (summary.outcome, summary.cause, summary.code) == (outcome, "the cause", code)

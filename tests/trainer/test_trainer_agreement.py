@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 
-from ranks import free_port, rank_environment
+from ranks import rank_environment
+
+from prl.control.ports import free_port
 
 PROGRAM = """
 from prl.trainer import device
@@ -19,7 +21,7 @@ stop_groups()
 
 def ranks_with(*environments):
     """One process a rank, with what each says and returns; those that wait for one that has failed are ended."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM],
