@@ -3,10 +3,12 @@
 import os
 import shlex
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from prl.config.hf_config import ModelConfig, UnsupportedModelError, read_model_config
 from prl.config.model_files import tokenizer_problems
+from prl.config.resumed import model_changes
 from prl.config.schema import Config
 
 _KERNELS = ("/proc", "/sys", "/dev")  # where no file can be kept, though root may write there as access(2) has it
@@ -61,7 +63,9 @@ def resumed_folder_problems(config: Config, model: ModelConfig | None) -> Iterat
     folder = run / "model"
     troubles = list(tokenizer_problems(folder))
     try:
-        read_model_config(folder)
+        changes = model_changes(asdict(model), read_model_config(folder))
+        if changes:
+            troubles.append(f"config.json is of another model than the run's configuration: {changes}")
     except UnsupportedModelError as error:
         troubles = [str(error)] if (folder / "config.json").exists() else ["has no config.json", *troubles]
     if troubles:

@@ -53,6 +53,11 @@ def test_a_resume_without_the_runs_model_is_refused_before_an_attempt_is_made(co
         assert submit.main(["--resume", "runs/one"]) == 2
         assert f"--resume runs/one: {run}/control/{name} is a folder, and a file is what asks" in capsys.readouterr().err
         (run / "control" / name).rmdir()
+    own = (run / "model/config.json").read_text()
+    (run / "model/config.json").write_text(own.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    assert submit.main(["--resume", "runs/one", "--dry-run"]) == 2
+    words = "config.json is of another model than the run's configuration: layers = 3, which was 2"
+    assert f"{where} ({words})" in capsys.readouterr().err
     (run / "model/config.json").write_text("{")
     assert submit.main(["--resume", "runs/one", "--dry-run"]) == 2
     assert f"{where} ({run}/model/config.json cannot be read: " in capsys.readouterr().err

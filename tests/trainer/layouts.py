@@ -33,6 +33,7 @@ MODELS: dict[str, ModelConfig] = {
     "untied": model_config(BASE | {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4}),
     "experts": model_config(EXPERTS),
     "routed": model_config(EXPERTS),  # tokens go to experts that were recorded
+    "clipped": model_config(EXPERTS),  # by the norm of a gradient that lies on all ranks
     "deep_experts": model_config(EXPERTS | {"num_hidden_layers": 4, "tie_word_embeddings": True}),
 }
 SPLIT = {"tensor_parallel": 2, "sequence_parallel": True}
@@ -44,6 +45,7 @@ SHARED = {"distributed_optimizer": True}
 HALF = {"dtype": "bfloat16"}
 CONTEXT = {"context_parallel": 2}  # without Transformer Engine: see gathered_attention.py
 SEQUENCES = {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.1, "sequence_mask_low": 0.9, "sequence_mask_high": 1.2}
+CLIP = {"clip_grad": 0.1}
 VALUES = {"value_head": True, "gae_gamma": 0.99, "gae_lambda": 0.9, "value_rate_factor": 10.0, "kl_place": "reward"}
 
 # Ranks, then the model, then its layouts. Names say how the same sequences are packed: "merged" into one micro-batch, "idle"
@@ -61,6 +63,7 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
         "biased": {"one": {}},
         "one_key": {"one": {}},
         "experts": {"one": {}, "one_merged": {}, "one_recomputed": {"recompute": "selective"}},
+        "clipped": {"one": CLIP},
         "deep_experts": {"one": {}},
         "routed": {"one": {}, "one_recomputed": {"recompute": "full"}, "one_half": HALF},
         "sequences": {"one": SEQUENCES},
@@ -98,6 +101,11 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
             "experts_idle": PAIRS,
             "context_experts": CONTEXT | PAIRS,
             "sequence_experts": SPLIT | PAIRS,
+        },
+        "clipped": {
+            "sequence": CLIP | SPLIT,
+            "stages": CLIP | STAGES,
+            "experts_shared": CLIP | PAIRS | SHARED,
         },
         "routed": {
             "sequence_experts": SPLIT | PAIRS,
@@ -151,6 +159,7 @@ LAYOUTS: dict[int, dict[str, dict[str, dict[str, object]]]] = {
             "all": SPLIT | STAGES | SHARED | PAIRS,
             "sequence_context_experts": SPLIT | CONTEXT | {"expert_parallel": 4},
         },
+        "clipped": {"all": CLIP | SPLIT | STAGES | SHARED | PAIRS},
         "deep_experts": {"turns_experts": TURNS | PAIRS, "four_stages": {"pipeline_parallel": 4}},
         "routed": {"all_half": SPLIT | STAGES | SHARED | PAIRS | HALF},
         "values": {

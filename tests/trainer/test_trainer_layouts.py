@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from layouts import LAYOUTS, MODELS, OPTIONS, SHAPES
+from layouts import CLIP, LAYOUTS, MODELS, OPTIONS, SHAPES
 from ranks import Results, run_ranks
 from trainer_data import LENGTHS
 
@@ -146,6 +146,21 @@ def adamw(weights: np.ndarray, gradients: Sequence[np.ndarray], rate: float) -> 
         size = np.sqrt(square / (1 - OPTIONS.beta2**step)) + OPTIONS.epsilon
         weights = weights - rate * mean / (1 - OPTIONS.beta1**step) / size
     return weights
+
+
+@pytest.mark.parametrize(("ranks", "model", "name"), [case for case in ALL if case.values[1] == "clipped"])
+def test_a_gradient_is_clipped_by_its_norm_over_all_ranks(results, ranks, model, name):
+    """Whatever it is that a rank holds: shards, stages, experts, a share of the optimizer."""
+    found, whole = results[ranks, f"{model}_{name}"], parts(results[1, "experts_one"], "gradient:")
+    norm = norm_of_all(whole)
+    assert norm > 2 * CLIP["clip_grad"]
+    assert found["1:train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    largest = max(np.abs(values).max() for values in whole.values())
+    for key, values in whole.items():
+        factor = CLIP["clip_grad"] / norm
+        np.testing.assert_allclose(
+            found[f"gradient:{key}"], factor * values, rtol=2e-5, atol=1e-5 * factor * largest, err_msg=key
+        )
 
 
 @pytest.mark.parametrize(("ranks", "model", "name"), HALF)
