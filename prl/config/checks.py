@@ -254,6 +254,11 @@ def _warnings(config: Config) -> list[str]:
             f"train.lora_rank = {config.train.lora_rank}: adapters are for models without Transformer Engine, and whether that "
             f"is installed on the job's nodes is not known here; where it is, the trainer refuses to start"
         )
+    if config.train.context_parallel > 1 and config.cluster.nodes is not None:
+        found.append(
+            f"train.context_parallel = {config.train.context_parallel}: needs Transformer Engine, and whether that is "
+            f"installed on the job's nodes is not known here; where it is not, the trainer refuses to start"
+        )
     if config.control.no_progress_s >= config.control.wait_s:
         found.append(
             f"control.no_progress_s = {config.control.no_progress_s}: is not below control.wait_s = {config.control.wait_s}, "

@@ -61,10 +61,16 @@ def _missing_programs(config: Config) -> Iterator[str]:
                 "streams.redis.start = true: there is no redis-server on PATH; install Redis (Debian: apt-get install "
                 "redis-server), give streams.redis.url, or set streams.backend: folder"
             )
-    if config.cluster.gpus_per_node and config.train.lora_rank and find_spec("transformer_engine") is not None:
+    train, has_engine = config.train, find_spec("transformer_engine") is not None
+    if config.cluster.gpus_per_node and train.lora_rank and has_engine:
         yield (
-            f"train.lora_rank = {config.train.lora_rank}: adapters are for models without Transformer Engine, which is "
-            f"installed here; set it to 0, or use an environment without that"
+            f"train.lora_rank = {train.lora_rank}: adapters are for models without Transformer Engine, which is installed "
+            f"here; set it to 0, or use an environment without that"
+        )
+    if config.cluster.gpus_per_node and train.context_parallel > 1 and not has_engine:
+        yield (
+            f"train.context_parallel = {train.context_parallel}: needs Transformer Engine, which is not installed here; "
+            f"install it, or set 1"
         )
 
 

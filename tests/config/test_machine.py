@@ -115,6 +115,20 @@ def test_what_is_not_installed_here_is_told_before_a_run_on_this_machine(good, m
     assert check(replace(through_redis, cluster={"nodes": 2}), memory_bytes=16 * GIB) == []
 
 
+def test_context_parallelism_and_transformer_engine(good, monkeypatch, tmp_path):
+    """As with adapters, the other way round."""
+    shared = replace(good, train={"context_parallel": 2, "dtype": "bfloat16"}, cluster={"gpus_per_node": 1})
+    words = "train.context_parallel = 2: needs Transformer Engine, which is not installed here; install it, or set 1"
+    assert words in problems(shared)
+    (warning,) = check(replace(shared, cluster={"nodes": 4}), memory_bytes=16 * GIB)
+    assert warning.startswith(
+        "train.context_parallel = 2: needs Transformer Engine, and whether that is installed on the job's"
+    )
+    (tmp_path / "transformer_engine.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not any(line.startswith("train.context_parallel") for line in problems(shared))  # but there is no accelerator
+
+
 def test_adapters_and_transformer_engine(good, monkeypatch, tmp_path):
     """Here it is known whether it is installed, on the nodes of a job it is not."""
     adapted = replace(good, train={"lora_rank": 8}, cluster={"gpus_per_node": 1})
