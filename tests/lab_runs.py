@@ -12,6 +12,7 @@ import psutil
 from children import children_of
 
 from prl.cli import submit
+from prl.metrics.events import read_events
 from prl.runfolder.outcome import Outcome, read_outcome
 from prl.runfolder.paths import RunFolder
 
@@ -35,6 +36,11 @@ class LabRun:
         outcome = read_outcome(path)
         assert outcome is not None
         return outcome
+
+    def steps(self, attempt: int) -> list[int]:
+        """That an attempt has recorded, in their order."""
+        events, _ = read_events(self.folder.orchestrator_metrics)
+        return [event.step or 0 for event in events if event.kind == "step" and event.attempt == attempt]
 
     def agent(self, node: str) -> psutil.Process:
         """The task of a node: its agent, on the first one with the orchestrator."""
@@ -81,3 +87,8 @@ def submitted(folder: Path, nodes: list[str], *overrides: str, training: int = 1
         asked = ["--nodes", str(training + sampling), "--trainer-nodes", str(training)]
         assert submit.main([str(CONFIG), *asked, "--set", *given]) == 0
         yield LabRun(run, json.loads(run.submission(1).read_text())["job_id"], nodes, Path(temporary))
+
+
+def said(outcome: Outcome) -> tuple[str, str, str]:
+    """What an attempt's exit.json says of it, in three words."""
+    return outcome.outcome, outcome.reason, outcome.next

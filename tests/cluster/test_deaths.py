@@ -5,7 +5,7 @@ import signal
 
 import lab_cluster
 import pytest
-from lab_runs import CONFIG, LabRun
+from lab_runs import CONFIG, LabRun, said
 from small_runs import ROLES, small_run, wait_for_processes
 
 from prl.cli import submit
@@ -22,10 +22,6 @@ def start(tmp_path, slurm_cluster):
     """Starts a run of small processes; afterwards the cluster is as it was."""
     with contextlib.ExitStack() as stack:
         yield lambda *overrides: stack.enter_context(small_run(tmp_path / "run", slurm_cluster, *overrides))
-
-
-def said(outcome):
-    return outcome.outcome, outcome.reason, outcome.next
 
 
 def status(run: LabRun, capsys) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import lab_cluster
 import psutil
 import pytest
+from lab_runs import said
 from small_runs import small_run, wait_for_processes
 from stand_ins import stand_in
 
@@ -50,10 +51,6 @@ def asked(capsys, *arguments: str) -> tuple[int, str]:
 def batch_script(node: str) -> psutil.Process:
     (found,) = [process for process in lab_cluster.processes(node) if process.cmdline()[-1].endswith("/slurm_script")]
     return found
-
-
-def said(outcome):
-    return outcome.outcome, outcome.reason, outcome.next
 
 
 def test_whoever_looks_is_told_and_who_cancels_the_run_does(tmp_path, slurm_cluster, states, capsys):

@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import lab_cluster
 import pytest
 from struck_runs import SHORT
 from whole_runs import ROOT, Ended, command, submit
@@ -31,3 +32,11 @@ def start():
     for process in started:
         process.kill()  # nothing happens where it has ended; the run ends with it
         process.communicate(timeout=30)
+
+
+@pytest.fixture
+def nodes():
+    """The lab cluster's nodes, for tests of whole runs that lose some."""
+    idle = sorted(lab_cluster.nodes_that_are("idle"))
+    assert len(idle) >= 3
+    return idle

@@ -3,8 +3,7 @@ rollout has one end, and nothing is left on any node."""
 
 import lab_cluster
 import pytest
-from lab_runs import LabRun, submitted
-from whole_runs import Ended
+from lab_runs import LabRun, said, submitted
 
 from prl.report.audit import audit, render
 
@@ -13,23 +12,8 @@ START_S = 300.0  # from a start to its steps on two busy cores
 LASTING = ("run.steps=100000", "run.stop_at_reward=null", "run.evaluate_every_steps=0", "control.lost_after_s=15")
 
 
-@pytest.fixture
-def nodes():
-    idle = sorted(lab_cluster.nodes_that_are("idle"))
-    assert len(idle) >= 3
-    return idle
-
-
-def steps(run: LabRun, attempt: int) -> list[int]:
-    return [event.step for event in Ended(run.folder, 0, "").events("step", attempt)]
-
-
 def wait_for_steps(run: LabRun, attempt: int, count: int = 3) -> None:
-    lab_cluster.wait_until(lambda: len(steps(run, attempt)) >= count, START_S, lambda: run.logs(attempt))
-
-
-def said(outcome):
-    return outcome.outcome, outcome.reason, outcome.next
+    lab_cluster.wait_until(lambda: len(run.steps(attempt)) >= count, START_S, lambda: run.logs(attempt))
 
 
 def next_that_trains(run: LabRun, after: int) -> int:
@@ -37,7 +21,7 @@ def next_that_trains(run: LabRun, after: int) -> int:
     before, it tells it then. Such attempts are put into the queue again."""
 
     def found() -> list[int]:
-        return [attempt for attempt in run.folder.attempts() if attempt > after and len(steps(run, attempt)) >= 3]
+        return [attempt for attempt in run.folder.attempts() if attempt > after and len(run.steps(attempt)) >= 3]
 
     lab_cluster.wait_until(found, START_S, lambda: run.logs(run.folder.attempts()[-1]))
     for lost in range(after + 1, found()[0]):
@@ -62,7 +46,7 @@ def test_a_run_goes_on_after_a_preemption_and_after_the_loss_of_each_node(tmp_pa
         assert run.folder.manifests()[-1][0] == left.steps
 
         wait_for_steps(run, 2, 12)
-        assert steps(run, 2)[0] == left.steps + 1  # nothing is trained twice
+        assert run.steps(2)[0] == left.steps + 1  # nothing is trained twice
         _, sampler = run.hosts(2)
         lab_cluster.to_node("kill-node", sampler)
         assert said(run.ended(2)) == ("failed", "node failure", "requeue")
@@ -70,7 +54,7 @@ def test_a_run_goes_on_after_a_preemption_and_after_the_loss_of_each_node(tmp_pa
         lab_cluster.to_node("start-node", sampler)
 
         third = next_that_trains(run, 2)
-        assert steps(run, third)[0] > left.steps + 1  # from a checkpoint of the second attempt
+        assert run.steps(third)[0] > left.steps + 1  # from a checkpoint of the second attempt
         trainer, _ = run.hosts(third)
         lab_cluster.to_node("kill-node", trainer)
         lab_cluster.wait_until(lambda: trainer in lab_cluster.nodes_that_are("down"), 120, lambda: lab_cluster.slurm("sinfo"))
@@ -79,7 +63,7 @@ def test_a_run_goes_on_after_a_preemption_and_after_the_loss_of_each_node(tmp_pa
         last = next_that_trains(run, third)
         silent = run.ended(third)
         assert said(silent) == ("failed", "node failure", "requeue")
-        assert silent.steps == steps(run, third)[-1]
+        assert silent.steps == run.steps(third)[-1]
         run.folder.stop.touch()
         assert said(run.ended(last)) == ("done", "stopped", "stop")
         result = audit(run.folder.path)

@@ -4,7 +4,7 @@ the cause in exit.json."""
 import lab_cluster
 import psutil
 import pytest
-from lab_runs import LabRun, submitted
+from lab_runs import LabRun, said, submitted
 from whole_runs import Ended
 
 from prl.report.audit import audit, render
@@ -20,24 +20,13 @@ LASTING = (
 BY_THEMSELVES = ("actor 0", "verifier 0", "preprocess 0")  # each is started again alone
 
 
-@pytest.fixture
-def nodes():
-    idle = sorted(lab_cluster.nodes_that_are("idle"))
-    assert len(idle) >= 2
-    return idle
-
-
-def steps(run: LabRun, attempt: int) -> list[int]:
-    return [event.step for event in Ended(run.folder, 0, "").events("step", attempt)]
-
-
 def wait_for_more_steps(run: LabRun, attempt: int, count: int) -> None:
     """So many that end from now on."""
-    before = len(steps(run, attempt))
+    before = len(run.steps(attempt))
 
     def there() -> bool:
         assert not run.folder.exit(attempt).exists(), run.logs(attempt)
-        return len(steps(run, attempt)) >= before + count
+        return len(run.steps(attempt)) >= before + count
 
     lab_cluster.wait_until(there, START_S, lambda: run.logs(attempt))
 
@@ -59,10 +48,6 @@ def kill(run: LabRun, name: str) -> psutil.Process:
     struck = run.children()[name]
     struck.kill()
     return struck
-
-
-def said(outcome):
-    return outcome.outcome, outcome.reason, outcome.next
 
 
 @pytest.mark.deadline(1800)

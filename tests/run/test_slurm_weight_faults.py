@@ -156,13 +156,6 @@ BLOWS = (
 )
 
 
-@pytest.fixture
-def nodes():
-    idle = sorted(lab_cluster.nodes_that_are("idle"))
-    assert len(idle) >= 3
-    return idle
-
-
 @pytest.mark.deadline(1800)
 def test_samplers_that_fail_in_an_update_are_left_out_and_come_back(tmp_path, nodes, monkeypatch):
     inject = [str(TESTS / "faults" / "inject"), str(TESTS / "sampler"), *filter(None, [os.environ.get("PYTHONPATH")])]
