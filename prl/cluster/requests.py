@@ -152,6 +152,7 @@ def request_problems(config: Config, split: Split, runner: Runner = run) -> Iter
         except SlurmOutputError as error:
             yield f"cluster.{section}.mem = {memory}: {error}"
     yield from _step_problems(config, runner)
+    yield from _setup_problems(config, runner)
 
 
 def _name_problems(config: Config) -> Iterator[str]:
@@ -173,3 +174,10 @@ def _step_problems(config: Config, runner: Runner) -> Iterator[str]:
             yield f"cluster.srun.{key}: {unknown[name]}"
         elif name in _REFUSED_OF_STEP:
             yield f"cluster.srun.{key}: {_SET}"
+
+
+def _setup_problems(config: Config, runner: Runner) -> Iterator[str]:
+    """Bash reads a script as it goes: a quote that is open would be found on the nodes, after a wait in the queue."""
+    lines = "\n".join(config.cluster.setup)
+    if lines and (said := runner(["bash", "-n"], stdin=lines, check=False)).code:
+        yield f"cluster.setup: bash cannot read these lines: {' '.join(said.err.split())}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prl.cluster.requests import request_problems
-from prl.cluster.run import ProgramError
+from prl.cluster.run import ProgramError, run
 from prl.cluster.script import render, site_folder
 from prl.cluster.split import make_split
 from prl.config.cluster_checks import cluster_problems
@@ -51,7 +51,9 @@ def rendered(tmp_path, overrides, after=None):
     python = [] if image or any("container=" in override for override in overrides) else ["cluster.python=/venv/bin/python"]
     config = load(tmp_path / "c.yaml", [*overrides, *image, *python], site_folder())
 
-    def no_sbatch(*_, **__):
+    def no_sbatch(arguments, **given):
+        if arguments[0] == "bash":
+            return run(arguments, **given)
         raise ProgramError("sbatch: no such program on PATH")
 
     assert [*cluster_problems(config), *request_problems(config, make_split(config), no_sbatch)] == []

@@ -182,6 +182,13 @@ def test_what_sbatch_complains_of_is_left_out_of_what_is_said_of_a_name():
     )
 
 
+def test_lines_of_the_setup_that_bash_cannot_read_are_told_before_the_job_waits():
+    assert problems(setup=["if true; then", "  . env; fi", "f() { echo 'a b'; }"], runner=run) == []
+    (line,) = problems(setup=["ulimit -n 9", 'echo "open'], runner=run)
+    assert line.startswith("cluster.setup: bash cannot read these lines: ")
+    assert "line 2: unexpected EOF while looking for matching" in line
+
+
 def test_names_in_the_help_of_sbatch():
     assert parse_help(HELP) == {"array", "begin", "extra-node-info", "container-image", "uenv"}
 

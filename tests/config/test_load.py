@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from typing import get_args, get_type_hints
@@ -204,6 +205,20 @@ def test_what_is_no_yaml_is_told_in_one_line_with_its_place(tmp_path, text, word
     assert str(caught.value).startswith(f"{path}: ")
     assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_time_is_not_taken_for_a_number_to_the_base_of_60(tmp_path):
+    """12:00:00 would be a limit of 43,200 minutes."""
+    words = "YAML takes 12:00:00 (line 2) for a number to the base of 60; write the number in the key's own unit"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load(written(tmp_path, "cluster:\n  time_min: 12:00:00\n"))
+    good = written(tmp_path, "run: {name: '12:00:00'} # 12:00:00\ncluster: {setup: [echo 1:30, a 12:00:00]}\n")
+    for key in ("cluster.time_min=1:30", "cluster.environment={A: -1:30.5}"):
+        with pytest.raises(ConfigError, match=r"^--set .*: a value cannot be read: YAML takes -?1:30"):
+            load(good, [key])
+    config = load(good, ["cluster.environment={A: '1:30', B: n1:30}"])
+    assert (config.run.name, config.cluster.environment) == ("12:00:00", {"A": "1:30", "B": "n1:30"})
+    assert load(written(tmp_path, dump(config))) == config
 
 
 def test_a_file_that_cannot_be_read_is_told_once(tmp_path):
