@@ -21,7 +21,9 @@ from prl.config.unknown_keys import suggestion
 _Problem = tuple[str, str]  # the key, and what is wrong with it in words
 _BEGINS, _ENDS = "# written by prl, whole up to the line # end", "# end"  # of a file that `dump` made
 SHOWN = 80  # characters of a value, in messages
-_BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")  # a number in YAML 1.1
+# Whole words that are numbers in YAML 1.1, and others than they seem.
+_BASE_8 = re.compile(r"(?<![\w.:+-])[-+]?0[0-7_]+(?![\w.:])")
+_BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
 class ConfigError(Exception):
@@ -115,24 +117,27 @@ def read_yaml(path: Path) -> DictConfig | ListConfig:
     lines = content.splitlines()
     if lines[:1] == [_BEGINS] and _ENDS not in lines:
         raise YAMLError(f"is cut short, its last line should be {_ENDS}: restore it, e.g. from an attempt_NNN of its run")
-    _check_no_times(content)
+    _check_plain_numbers(content)
     found = OmegaConf.load(io.StringIO(content))
     if not found:
         raise YAMLError("is empty: it holds no key")
     return found
 
 
-def _check_no_times(text: str) -> None:
-    """YAML takes 12:00:00 for a number to the base of 60, 43,200, which nobody who writes it means: a limit of as many minutes
-    would be a month. Raises ValueError where there is one, and YAMLError for what is no YAML."""
-    if not _BASE_60.search(text):
+def _check_plain_numbers(text: str) -> None:
+    """YAML takes 12:00:00 for a number to the base of 60, 43,200, and 010 for 8, which nobody who writes them means: a limit of
+    as many minutes would be a month. Raises ValueError where there is one, and YAMLError for what is no YAML."""
+    if not (_BASE_8.search(text) or _BASE_60.search(text)):
         return
     for token in scan(text):
-        if isinstance(token, ScalarToken) and token.plain and _BASE_60.fullmatch(token.value):
-            raise ValueError(
-                f"YAML takes {token.value} (line {token.start_mark.line + 1}) for a number to the base of 60; write the number "
-                f"in the key's own unit (a time limit in minutes), or a text in quotes"
-            )
+        if not (isinstance(token, ScalarToken) and token.plain):
+            continue
+        for base, pattern in ((8, _BASE_8), (60, _BASE_60)):
+            if pattern.fullmatch(token.value):
+                raise ValueError(
+                    f"YAML takes {token.value} (line {token.start_mark.line + 1}) for a number to the base of {base}; write "
+                    f"the number in the key's own unit (a time limit in minutes) without a leading 0, or a text in quotes"
+                )
 
 
 def _apply(tree: DictConfig, override: str) -> None:
@@ -145,7 +150,7 @@ def _apply(tree: DictConfig, override: str) -> None:
     if any(re.fullmatch(r"-\d+", part) for part in _parts(key)):
         raise ConfigError(f"--set {shown(override)}: entries of lists are counted from 0, e.g. domains.0.weight=2")
     try:
-        _check_no_times(text)
+        _check_plain_numbers(text)
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]
     except (OmegaConfBaseException, YAMLError, TypeError, ValueError) as error:
         refers = "; here ${oc.env:NAME} alone can be put, a variable of the environment; other keys only in the file"

@@ -207,8 +207,8 @@ def test_what_is_no_yaml_is_told_in_one_line_with_its_place(tmp_path, text, word
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_time_is_not_taken_for_a_number_to_the_base_of_60(tmp_path):
-    """12:00:00 would be a limit of 43,200 minutes."""
+def test_a_time_and_leading_zeros_are_not_taken_for_numbers_to_another_base(tmp_path):
+    """12:00:00 would be a limit of 43,200 minutes, 010 one of 8."""
     words = "YAML takes 12:00:00 (line 2) for a number to the base of 60; write the number in the key's own unit"
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(written(tmp_path, "cluster:\n  time_min: 12:00:00\n"))
@@ -216,8 +216,11 @@ def test_a_time_is_not_taken_for_a_number_to_the_base_of_60(tmp_path):
     for key in ("cluster.time_min=1:30", "cluster.environment={A: -1:30.5}"):
         with pytest.raises(ConfigError, match=r"^--set .*: a value cannot be read: YAML takes -?1:30"):
             load(good, [key])
-    config = load(good, ["cluster.environment={A: '1:30', B: n1:30}"])
-    assert (config.run.name, config.cluster.environment) == ("12:00:00", {"A": "1:30", "B": "n1:30"})
+    with pytest.raises(ConfigError, match=r"YAML takes 010 \(line 1\) for a number to the base of 8"):
+        load(good, ["cluster.nodes=010"])
+    config = load(good, ["cluster.environment={A: '1:30', B: n1:30, C: 0, D: 0.05, E: '010', F: 1-01, G: 0x10}"])
+    texts = {"A": "1:30", "B": "n1:30", "E": "010", "F": "1-01"}
+    assert (config.run.name, config.cluster.environment) == ("12:00:00", texts | {"C": 0, "D": 0.05, "G": 16})
     assert load(written(tmp_path, dump(config))) == config
 
 
