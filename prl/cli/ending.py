@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prl.cli import console
 from prl.cluster.submission import Submission
-from prl.metrics.events import last_step
+from prl.metrics.progress import last_step
 from prl.runfolder.outcome import CANCELLED, EXIT_CODES, FAILED, Outcome
 
 FULL_BYTES = 64 * 1024  # less than this is no room for anything
@@ -19,7 +19,7 @@ def explain(job: Submission, code: int, cause: str) -> None:
     if path.exists():
         return
     outcome, reason = (CANCELLED, "cancelled") if code == EXIT_CODES[CANCELLED] else (FAILED, "error")
-    steps = last_step(job.run.orchestrator_metrics, job.attempt)
+    steps = last_step(job.run, job.attempt)
     said = Outcome(outcome, cause, reason, "stop", reason, code=code, steps=steps, started=job.submitted, ended=time.time())
     try:
         said.write(path)

@@ -22,7 +22,8 @@ from prl.cluster.slurm_output import has_ended
 from prl.config.load import load
 from prl.config.plain_files import read_plain
 from prl.flow.ending import GOES_ON, Decision, Means, decide
-from prl.runfolder.outcome import read_outcome, steps_before
+from prl.metrics.progress import steps_before
+from prl.runfolder.outcome import read_outcome
 from prl.runfolder.paths import RunFolder, listed
 from prl.runfolder.publish import publish
 

@@ -18,7 +18,8 @@ from prl.cluster.slurm import still_runs, termination
 from prl.cluster.slurm_output import SlurmOutputError
 from prl.config.load import load
 from prl.flow.ending import decide
-from prl.runfolder.outcome import is_reserved, read_outcome, steps_before
+from prl.metrics.progress import steps_before
+from prl.runfolder.outcome import is_reserved, read_outcome
 from prl.runfolder.paths import RunFolder
 
 

@@ -9,7 +9,7 @@ from prl.cluster.run import ProgramError, Runner, run
 from prl.cluster.slurm import job_rows, past_runs
 from prl.cluster.slurm_output import JobRow, fold_states
 from prl.flow.ending import Decision, Reason
-from prl.metrics.events import last_step
+from prl.metrics.progress import last_step
 from prl.runfolder.outcome import CANCELLED, EXIT_CODES, FAILED, Outcome
 from prl.runfolder.paths import RunFolder
 
@@ -83,7 +83,7 @@ def write_silent_end(
 def write_for(folder: RunFolder, attempt: int, reason: Reason, words: str, then: Decision) -> Outcome:
     """Write an attempt's exit.json in its place."""
     outcome = CANCELLED if reason == "cancelled" else FAILED
-    steps = last_step(folder.orchestrator_metrics, attempt)
+    steps = last_step(folder, attempt)
     code = EXIT_CODES[outcome]
     written = Outcome(outcome, words, reason, then.next, then.words, code=code, steps=steps, ended=time.time())
     written.write(folder.exit(attempt))

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from prl.config.plain_files import NotPlainError, open_plain
-from prl.metrics import names
 from prl.runfolder.paths import listed
 from prl.runfolder.publish import storage
 
@@ -172,17 +171,6 @@ def read_events(path: Path | str, offset: int = 0, odd: list[str] | None = None)
             else:
                 odd.append(words)
     return events, offset + sum(len(line) + 1 for line in lines)
-
-
-def last_step(path: Path, attempt: int) -> int:
-    """The last step that an attempt, or one before it, has recorded in the orchestrator's file; 0 without one, also where the
-    file cannot be read, which is logged: whoever asks has an end to explain."""
-    try:
-        events = read_events(path)[0]
-    except OSError as error:
-        log.warning("%s: how far the run came is not known: %s", path, error)
-        return 0
-    return max((event.step or 0 for event in events if event.kind == names.STEP and event.attempt <= attempt), default=0)
 
 
 class EventFollower:

@@ -30,7 +30,7 @@ from prl.control.parent import end_with_parent
 from prl.control.ports import free_port
 from prl.control.token import read_token
 from prl.flow.ending import NO_MEANS, Reason
-from prl.metrics.events import last_step
+from prl.metrics.progress import last_step
 from prl.orchestrator.node import run_agent
 from prl.orchestrator.outcome import RunFailed
 from prl.runfolder.outcome import CANCELLED, DONE, EXIT_CODES, FAILED, Outcome, reserve
@@ -127,7 +127,7 @@ def _lead(run: RunFolder, attempt: int, allocation: Allocation, early: Sequence[
             role="orchestrator",
             code=EXIT_CODES[FAILED],
             detail=traceback.format_exc(),
-            steps=last_step(run.orchestrator_metrics, attempt),
+            steps=last_step(run, attempt),
             started=started,
             ended=time.time(),
         )

@@ -10,6 +10,7 @@ from prl.config.schema import Config
 from prl.control.server import Bell, ControlServer
 from prl.control.tasks import end_tasks
 from prl.flow.ending import GOES_ON, NO_MEANS, Decision, Means, Reason, decide
+from prl.metrics.progress import steps_before
 from prl.orchestrator.binding import Plan
 from prl.orchestrator.causes import Causes
 from prl.orchestrator.journal import Journal
@@ -26,7 +27,7 @@ from prl.orchestrator.shutdown import GATHER_CAUSES_S, Shutdown
 from prl.orchestrator.staging import stage_orders
 from prl.orchestrator.updates import Committed, UpdateError
 from prl.orchestrator.work import Work
-from prl.runfolder.outcome import Outcome, steps_before
+from prl.runfolder.outcome import Outcome
 from prl.runfolder.paths import RunFolder
 from prl.streams.ledger import LedgerWriter
 

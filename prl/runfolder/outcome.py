@@ -1,14 +1,12 @@
 """How an attempt ended, in its exit.json: written once, by whoever knows it, and read by everyone."""
 
-import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from prl.config.plain_files import read_plain
-from prl.runfolder.manifest import ManifestError, read_manifest
-from prl.runfolder.paths import RunFolder, listed
+from prl.runfolder.paths import listed
 from prl.runfolder.publish import publish, publish_json
 
 DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
@@ -58,32 +56,6 @@ def is_reserved(path: Path) -> bool:
 
 def _reserve_of(path: Path) -> Path:
     return path.with_name(".reserve")
-
-
-def steps_before(run: RunFolder, attempt: int) -> list[int]:
-    """The last step that each attempt before this one trained: by its word, or where it left none, by its newest checkpoint
-    that is still there; 0 without either."""
-    numbers = [number for number in run.attempts() if number < attempt]
-    said = {number: _steps_said(run.exit(number)) for number in numbers}
-    saved = _steps_saved(run) if None in said.values() else {}
-    return [saved.get(number, 0) if steps is None else steps for number, steps in said.items()]
-
-
-def _steps_said(path: Path) -> int | None:
-    try:
-        outcome = read_outcome(path)
-    except OutcomeError:
-        return None
-    return None if outcome is None else outcome.steps or 0
-
-
-def _steps_saved(run: RunFolder) -> dict[int, int]:
-    """The newest checkpoint of each attempt that has one."""
-    found: dict[int, int] = {}
-    for step, path in run.manifests():
-        with contextlib.suppress(ManifestError):  # a damaged one proves nothing
-            found[read_manifest(path).attempt] = step
-    return found
 
 
 def read_outcome(path: Path) -> Outcome | None:

@@ -13,7 +13,7 @@ from prl.cluster.begin import BeginError, begin
 from prl.cluster.record import Record, read_record
 from prl.cluster.run import ProgramError
 from prl.cluster.slurm_output import ENDED
-from prl.runfolder.manifest import Manifest, part_of, write_manifest
+from prl.metrics.events import MetricsWriter
 from prl.runfolder.outcome import Outcome, OutcomeError, read_outcome
 from prl.runfolder.paths import RunFolder
 
@@ -39,13 +39,9 @@ def made(run, attempt, record):
     record.write(run.submission(attempt))
 
 
-def saved(run, attempt, step):
-    """A checkpoint."""
-    folder = run.checkpoint(step)
-    folder.mkdir()
-    (folder / "weights").write_text("weights")
-    facts = {"lineage": 0, "forks": {}, "dispatcher": {"events": 0}, "streams": {}, "evaluations_reached": 0}
-    write_manifest(run, Manifest(step=step, attempt=attempt, parts=(part_of(folder, folder / "weights"),), **facts))
+def trained(run, attempt, step):
+    with MetricsWriter(run.metrics, "orchestrator", 0, attempt) as metrics:
+        metrics.write({}, step, kind="step")
 
 
 def nobody(_job_id):
@@ -54,7 +50,7 @@ def nobody(_job_id):
 
 def test_a_job_that_is_put_into_the_queue_again_begins_one_attempt_after_another(run):
     for attempt, step in ((2, 5), (3, 8)):
-        saved(run, attempt - 1, step)
+        trained(run, attempt - 1, step)
         assert begin(run, "7", nobody)[0] == attempt
         assert read_outcome(run.exit(attempt - 1)).next == "requeue"
         assert read_record(run, attempt) == RECORD
@@ -180,12 +176,12 @@ def test_what_slurm_says_of_a_job_that_could_not_say_it_itself(run):
         begin(run, "9", nobody)
 
 
-@pytest.mark.parametrize(("saved_at", "goes_on"), [([], False), ([(1, 5)], True), ([(1, 5), (2, 8)], True)])
-def test_attempts_that_died_without_a_word_count_as_fruitless_unless_they_saved(run, saved_at, goes_on):
+@pytest.mark.parametrize(("steps", "goes_on"), [([], False), ([(1, 5)], True), ([(1, 5), (2, 5)], True), ([(2, 1)], True)])
+def test_attempts_that_died_without_a_word_count_as_fruitless_unless_they_trained(run, steps, goes_on):
     """Two in a row that got no further end the run."""
     made(run, 2, replace(RECORD, job_id="9"))
-    for attempt, step in saved_at:
-        saved(run, attempt, step)
+    for attempt, step in steps:
+        trained(run, attempt, step)
     attempt, words = begin(run, "11", lambda _job_id: "NODE_FAIL")
     assert (attempt == 3) == goes_on
     assert ("2 attempts in a row trained no step" in words) == (not goes_on)

@@ -160,16 +160,16 @@ def test_attempts_that_are_killed_without_progress_end_the_run_and_its_chain(run
     for attempt in (1, 2):
         run.attempt_config(attempt).write_text("run: {name: one}\ncluster: {requeue: false}\n")
         replace(read_record(run, attempt), chain=("63", "64")).write(run.submission(attempt))
-    assert not end(run, 2, KILL, RUNNING, 1)[0]
-    assert said(read_outcome(run.exit(2))) == ("failed", "killed", "chain")
-    run.exit(2).unlink()
-    reserve(run.exit(2))
     Outcome("left", "warned", "time limit", "chain", "time limit", code=75, steps=0).write(run.exit(1))  # trained no step
     with MetricsWriter(run.metrics, "orchestrator", 0, 2) as writer:
         writer.write({}, kind=names.STEP, step=4)  # of which nothing was saved
-    assert not end(run, 2, KILL, RUNNING, 1)[0]
-    written = read_outcome(run.exit(2))
-    assert (said(written), written.steps) == (("failed", "killed", "stop"), 4)
+    for then, steps in (("chain", 4), ("stop", 0)):
+        assert not end(run, 2, KILL, RUNNING, 1)[0]
+        written = read_outcome(run.exit(2))
+        assert (said(written), written.steps) == (("failed", "killed", then), steps)
+        run.orchestrator_metrics.unlink(missing_ok=True)
+        run.exit(2).unlink()
+        reserve(run.exit(2))
     assert (run.path.parent / "cancelled").read_text() == "--state=PENDING 64\n"
 
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from prl.flow.ending import Decision
+from prl.metrics.events import MetricsWriter
+from prl.metrics.progress import steps_before
 from prl.orchestrator.outcome import (
     AGENT,
     CANCEL,
@@ -21,7 +23,7 @@ from prl.orchestrator.outcome import (
     child_cause,
     conclude,
 )
-from prl.runfolder.outcome import read_outcome, reserve, steps_before
+from prl.runfolder.outcome import read_outcome, reserve
 from prl.runfolder.paths import RunFolder
 from prl.runfolder.publish import in_words
 
@@ -116,12 +118,15 @@ def test_there_is_room_for_the_outcome_on_a_full_filesystem(tmp_path):
             subprocess.run(["umount", folder], check=True, timeout=30)
 
 
-def test_what_earlier_attempts_trained_is_read_from_their_outcomes(tmp_path):
+def test_what_earlier_attempts_trained_is_read_from_their_outcomes_or_else_from_their_records(tmp_path):
     run = RunFolder(tmp_path)
     for number in (1, 2, 3, 4):
         run.attempt(number).mkdir()
     conclude([DEATH], TRAINED, 5, time.time(), stop).write(run.exit(1))
     run.exit(3).write_text("{torn")  # the second was killed before it could say anything
+    for attempt, step in ((2, 6), (2, 7), (4, 8)):
+        with MetricsWriter(run.metrics, "orchestrator", 0, attempt) as metrics:
+            metrics.write({}, step, kind="step")
     conclude([], TRAINED, 9, time.time(), stop).write(run.exit(4))
-    assert steps_before(run, 5) == [5, 0, 0, 9]
+    assert steps_before(run, 5) == [5, 7, 7, 9]
     assert steps_before(run, 2) == [5]
